@@ -176,7 +176,7 @@ def _read(folder: Path, stem: str) -> pd.DataFrame:
             return pd.read_parquet(found[0])
         return pd.read_csv(found[0], dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except Exception as error:
-        raise UserError(f"{found[0]} can't be read as a table ({error}): write it again, as UTF-8 csv or parquet") from None
+        raise UserError(f"{found[0]} can't be read as a table ({error}): write it as UTF-8 csv or parquet") from None
 
 
 def _name(folder: Path) -> str:

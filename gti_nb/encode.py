@@ -65,9 +65,10 @@ def encode_items(items: pd.DataFrame, encoder: str = "embedded:all-MiniLM-L6-v2"
                  batch_size: int = 64) -> np.ndarray:
     """The unit vectors z_i of the items' texts: float32 `[n_items, d]`, one row per item, in the items' order.
 
-    `encoder` is `embedded:<key>`, a sentence-transformers folder, or a hub name. It cuts texts that are too long for it.
-    The result is kept in `cache_dir()/vectors`, under a hash of the texts and of the encoder's files (of a hub model: its
-    name), and read from there next time. Raises `UserError` if the encoder can't be had or there are no items."""
+    `encoder` is `embedded:<key>`, a sentence-transformers folder, or a hub name. It cuts texts that it finds
+    too long. The result is kept in `cache_dir()/vectors`, under a hash of the texts and of the encoder's files (of a
+    hub model: its name), and read from there next time.
+    Raises `UserError` if the encoder can't be had or there are no items."""
     from safetensors.numpy import load_file, save_file
 
     texts = item_text(items)
