@@ -32,7 +32,8 @@ demo: install ## run the whole pipeline on the embedded data and models; prints 
 	$(VENV)/bin/gti run configs/demo.yaml
 
 test: install ## run every notebook's tests, then tests/
-	$(VENV)/bin/nbdev-test --n-workers $(WORKERS) --do-print --timing
+	rm -rf nbs/runs nbs/pipelines/runs
+	OMP_NUM_THREADS=1 $(VENV)/bin/nbdev-test --n-workers $(WORKERS) --do-print --timing
 	$(VENV)/bin/python -m pytest --durations=5
 
 lab: install ## open the notebooks in JupyterLab, on this machine only

@@ -108,7 +108,7 @@ def packaged_file(package: str, pattern: str):
         return None
     return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob(pattern))), None)
 
-
+# %% ../nbs/core.ipynb #23e9efd0
 def resolve_source(name: str, kind: str, embedded: dict) -> Path | str:
     """Where the `kind` ("encoder", "language model", "data set") called `name` is.
 
@@ -129,7 +129,22 @@ def resolve_source(name: str, kind: str, embedded: dict) -> Path | str:
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"the {kind} {name!r} is not a folder: {ways}")
+    if not _on_hub(name):
+        raise UserError(f"the {kind} {name!r} is neither a folder, nor in the local hub cache, nor on a hub that answers: {ways}")
     return name
+
+
+def _on_hub(name: str) -> bool:
+    "Is the model in the local cache of the hub, or does the hub have it? Answers in seconds, not after many retries."
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception:  # in whichever way: it isn't to be had from there
+        return False
+    return True
 
 
 def cache_dir() -> Path:
@@ -190,6 +205,12 @@ class Progress:
         elif time.monotonic() - self.spoke >= (self.every if self.handle is None else 0.3) and self.done < self.total:
             self._speak()
 
+    def __exit__(self, kind, *_):
+        if self.bar is not None:
+            self.bar.close()
+        elif kind is None:
+            self._speak()
+
     def _speak(self):
         self.spoke = time.monotonic()
         if self.handle is not None:
@@ -205,12 +226,6 @@ class Progress:
         drawn = f"[{'#' * (20 * self.done // max(self.total, 1)):20}] " if bar else ""
         return f"{self.label}: {drawn}{self.done}/{self.total}  {ends}{shown}"
 
-    def __exit__(self, kind, *_):
-        if self.bar is not None:
-            self.bar.close()
-        elif kind is None:
-            self._speak()
-
 # %% ../nbs/core.ipynb #92d62d13
 SIMILARITY_SCALE = "RdBu_r"  # signed similarities: blue -1, white 0, red +1; readable for colour-blind people
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#97bbf5", "#9498a0")
@@ -218,7 +233,10 @@ COLORS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#97bbf5", "#9498a0")
 
 def style(fig, title: str = "", width: int = 720, height: int = 380):
     "Give a plotly figure the project's look, in place, and return it."
-    fig.update_layout(template="plotly_white", colorway=COLORS, title=dict(text=title, font_size=15), width=width,
+    import plotly.io as pio
+
+    # the template without its defaults for every kind of trace, which would weigh more than most figures
+    fig.update_layout(template={"layout": pio.templates["plotly_white"].layout}, colorway=COLORS, title=dict(text=title, font_size=15), width=width,
                       height=height, font_size=12, margin=dict(l=60, r=20, t=50 if title else 20, b=50))
     return fig
 

@@ -17,12 +17,12 @@ import plotly.graph_objects as go
 from fastcore.basics import patch
 from plotly.subplots import make_subplots
 
-from .core import COLORS, SIMILARITY_SCALE, UserError, read_json
+from .core import COLORS, SIMILARITY_SCALE, UserError, read_json, style
 from .geometry import cosine_matrix, effective_rank, mean_cosine, nearest_tokens, singular_values
 from .pipeline import Run, make_config
 from .semantic_ids import LEVEL_NAMES
 
-# %% ../nbs/14_explore.ipynb #cbd18feb
+# %% ../nbs/14_explore.ipynb #213e2f97
 MOMENTS = {"init": "at the start", "ground": "after grounding", "sft": "after fine-tuning"}
 _DASHES = {"init": "dot", "ground": "dash", "sft": "solid"}
 _FLOOR_COLORS = {"popularity": "#6b7078", "random": "#b9bdc4"}
@@ -37,7 +37,7 @@ def _arm_color(run: Run, arm: str) -> str:
     arms = list(run.config.arms)
     return COLORS[arms.index(arm) % 5] if arm in arms else _FLOOR_COLORS.get(arm, COLORS[5])
 
-
+# %% ../nbs/14_explore.ipynb #01f24749
 def _finished(run: Run, stage: str):
     "Raise `UserError` unless `stage` is finished, so that no figure shows an older run's numbers."
     run.folder(stage)
@@ -55,30 +55,32 @@ def _rows(run: Run, arm: str, moment: str) -> np.ndarray:
 
 # %% ../nbs/14_explore.ipynb #d4e004c3
 def _curves(run: Run, stage: str):
-    "The loss curves of a training stage, as (label, steps, losses): one, or one per kind of example if there are several."
+    "The loss curves of a training stage as (label, steps, losses): one, or one per kind of example if it has several."
     _finished(run, stage)
     if not (run.folder(stage) / "history.csv").exists() or "loss" not in (table := run.history(stage)):
-        raise UserError(f"stage {stage} has no loss to draw: choose stages that train a language model, such as sft-ARM or ground-ARM")
+        raise UserError(f"stage {stage} has no loss to draw: choose stages that train a language model, "
+                        f"such as sft-ARM or ground-ARM")
     kinds = [name for name in table.columns if name not in ("step", "loss")]
     columns = kinds if len(kinds) > 1 else ["loss"]
     words = {"text_to_sid": "text to SID", "sid_to_text": "SID to text", "loss": "loss"}
     return [(words.get(name, name), table.step.to_numpy() + 1, table[name]) for name in columns]
 
-
+# %% ../nbs/14_explore.ipynb #5066413c
 def training_figure(run: Run, stages: list[str]) -> go.Figure:
     """Loss per supervised token against the optimizer step, one curve per stage (and per direction of grounding).
 
     Faint: the loss of each step; strong: its centred mean over the steps named in the legend.
     Raises `UserError` for a stage that isn't finished or doesn't train a language model."""
     found = [(stage, *curve) for stage in stages for curve in _curves(run, stage)]
-    window = max(1, min(len(losses) for *_, losses in found) // 20)
-    fig = go.Figure()
+    window, fig = max(1, min([len(losses) for *_, losses in found], default=1) // 20), go.Figure()
+    one_each = len(found) == len(stages)  # then a curve has its arm's colour
     for k, (stage, kind, steps, losses) in enumerate(found):
         words = [stage] * (len(stages) > 1 or kind == "loss") + [kind] * (kind != "loss")
-        color = _arm_color(run, stage.split("-", 1)[1]) if kind == "loss" else COLORS[k % 5]
+        color = _arm_color(run, stage.split("-", 1)[1]) if one_each else COLORS[k % 5]
         line = dict(name=", ".join(words), legendgroup=str(k), mode="lines", line_color=color)
         if window > 1:
-            fig.add_scatter(x=steps, y=losses.round(4), opacity=0.3, showlegend=False, hoverinfo="skip", **line | {"line_width": 1})
+            fig.add_scatter(x=steps, y=losses.round(4), opacity=0.3, showlegend=False, hoverinfo="skip",
+                            **line | {"line_width": 1})
         smooth = losses.rolling(window, center=True, min_periods=1).mean().round(4)
         fig.add_scatter(x=steps, y=smooth, hovertemplate="step %{x}: %{y:.3f}", **line)
     about = f"mean over {window} steps" if window > 1 else ""
@@ -86,13 +88,14 @@ def training_figure(run: Run, stages: list[str]) -> go.Figure:
 
 # %% ../nbs/14_explore.ipynb #76bbda6b
 def quantizer_figure(run: Run) -> go.Figure:
-    """How the RQ-VAE trained: the codes of each level that some item uses, and the share of items that repeat another's codes.
+    """How the RQ-VAE trained: the codes of each level that are in use, and the share of items with another's codes.
 
     Dotted, once the stage semantic_ids is done: the collision rate that is left after items were pulled apart."""
     _finished(run, "rqvae")
     table, size = run.history("rqvae"), run.config.codebook_size
-    fig = make_subplots(1, 2, subplot_titles=[f"codes in use, of {size} per level", "collision rate"], horizontal_spacing=0.12)
-    for level, letter in enumerate(LEVEL_NAMES[:run.config.levels]):  # later levels thinner: curves on top of each other stay visible
+    titles = [f"codes in use, of {size} per level", "collision rate"]
+    fig = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
+    for level, letter in enumerate(LEVEL_NAMES[:run.config.levels]):  # later ones thinner, so that none hides another
         width = max(2, 2 * (run.config.levels - level))
         fig.add_scatter(x=table.step, y=table[f"usage_{level + 1}"], name=f"level {letter}", mode="lines", row=1, col=1,
                         line=dict(color=COLORS[level % 5], width=width), hovertemplate="step %{x}: %{y} codes")
@@ -100,23 +103,24 @@ def quantizer_figure(run: Run) -> go.Figure:
                     line=dict(color=COLORS[5], width=2), hovertemplate="step %{x}: %{y:.1%}")
     if run.is_done("semantic_ids"):
         left = run.metrics("semantic_ids")["collision_rate"]
-        fig.add_scatter(x=table.step.iloc[[0, -1]], y=[left, left], name="after pulling apart", mode="lines", row=1, col=2,
-                        line=dict(color=COLORS[5], width=2, dash="dot"), hovertemplate="%{y:.1%} in the semantic IDs")
+        fig.add_scatter(x=table.step.iloc[[0, -1]], y=[left, left], name="after pulling apart", mode="lines", row=1,
+                        col=2, line=dict(color=COLORS[5], width=2, dash="dot"), hovertemplate="%{y:.1%} in the end")
     fig.update_yaxes(range=[0, 1.08 * size], row=1, col=1)
     fig.update_yaxes(rangemode="tozero", tickformat=".0%", row=1, col=2)
     return fig.update_xaxes(title="step").update_annotations(font_size=13)
 
 # %% ../nbs/14_explore.ipynb #a4954a50
 def block_cosines(rows, codebook_size: int, side: int = 384):
-    """Mean cosine between blocks of neighbouring tokens: float64 [m, m] with m <= max(`side`, levels), and the block size.
+    """Mean cosine between blocks of neighbouring tokens: float64 [m, m], m <= max(`side`, levels), and the block size.
 
-    `rows` [levels * codebook_size, d] in token order. Blocks never cross a level; the last of a level may be smaller. With
-    up to `side` rows the block size is 1 and the cosines are exact. The mean cosine of two blocks is the dot
+    `rows` [levels * codebook_size, d] in token order. Blocks never cross a level; the last of a level may be smaller.
+    With up to `side` rows the block size is 1 and the cosines are exact. The mean cosine of two blocks is the dot
     product of their mean unit rows, so no [n, n] matrix is made. A block with itself counts each token with itself."""
     if len(rows) <= side:
         return cosine_matrix(rows), 1
     levels = len(rows) // codebook_size
-    size = next(b for b in range(2, codebook_size + 1) if levels * math.ceil(codebook_size / b) <= side or b == codebook_size)
+    fits = [b for b in range(2, codebook_size) if levels * math.ceil(codebook_size / b) <= side]
+    size = fits[0] if fits else codebook_size
     starts = (np.arange(0, codebook_size, size)[None] + codebook_size * np.arange(levels)[:, None]).ravel()
     rows = np.asarray(rows, dtype=np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -136,7 +140,8 @@ def _level_axes(fig, levels: int, per_level: int, size: int):
     "Square, aligned axes with the level's letter in the middle of its stretch, and lines between levels."
     middles = [(level + 0.5) * per_level - 0.5 for level in range(levels)]
     tokens = "token, by level and code" if size == 1 else f"blocks of {size} tokens, by level and code"
-    axis = dict(tickvals=middles, ticktext=list(LEVEL_NAMES[:levels]), showgrid=False, zeroline=False, constrain="domain", ticks="")
+    axis = dict(tickvals=middles, ticktext=list(LEVEL_NAMES[:levels]), showgrid=False, zeroline=False, ticks="",
+                constrain="domain")
     fig.update_xaxes(**axis).update_yaxes(**axis, autorange="reversed", constraintoward="top")
     for axis_x in fig.select_xaxes():
         name = axis_x.plotly_name.removeprefix("xaxis")
@@ -162,40 +167,47 @@ def similarity_figure(run: Run, moments: list) -> go.Figure:
     for at, (arm, moment) in enumerate(moments):
         cosines, size = block_cosines(_rows(run, arm, moment), k, side)
         cells = _cell_names(names, k, size)
-        fig.add_heatmap(z=cosines.round(3).astype(np.float32), x=cells, y=cells, coloraxis="coloraxis", row=at // columns + 1,
-                        col=at % columns + 1, hovertemplate="%{y} and %{x}<br>cosine %{z:.2f}<extra></extra>")
-    fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1,
-                                     colorbar=dict(title="cosine", thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1])))
+        fig.add_heatmap(z=cosines.round(3).astype(np.float32), x=cells, y=cells, coloraxis="coloraxis",
+                        hovertemplate="%{y} and %{x}<br>cosine %{z:.2f}<extra></extra>",
+                        row=at // columns + 1, col=at % columns + 1)
+    bar = dict(title=dict(text="cosine", side="right"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1])
+    fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1, colorbar=bar))
     return _level_axes(fig, len(names) // k, math.ceil(k / size), size).update_annotations(font_size=12)
 
-# %% ../nbs/14_explore.ipynb #d584ad2a
+# %% ../nbs/14_explore.ipynb #46f56b1c
 def spectrum_figure(run: Run, moments: list, center: bool = False) -> go.Figure:
-    """Singular values of the new rows over their sum, largest first, at the given (arm, moment) pairs; effective rank in the legend.
+    """Singular values of the new rows over their sum, largest first, at the given (arm, moment) pairs.
 
-    An arm has one colour; the line's dash tells the moment. With `center` the mean row is subtracted first; rows that are
-    all equal then have no spectrum at all."""
-    fig, shown = go.Figure(), [1e-3]
-    sizes = {arm: max(4, 10 - 3 * k) for k, arm in enumerate(dict.fromkeys(arm for arm, _ in moments))}  # none hides another
+    The legend has the effective ranks. An arm has one colour; the line's dash tells the moment. With `center` the mean
+    row is subtracted first; rows that are all equal then have no spectrum at all."""
+    fig, shown, longest = go.Figure(), [1e-3], 1
+    arms = list(dict.fromkeys(arm for arm, _ in moments))
+    sizes = {arm: 6 + 4 * min(k, 3) for k, arm in enumerate(reversed(arms))}  # a lone point hides no other
     for arm, moment in moments:
         rows = _rows(run, arm, moment)
-        values = singular_values(rows, center)
+        values, longest = singular_values(rows, center), max(longest, min(rows.shape))
         share = values[values > 0] / max(values.sum(), 1e-300)
         shown += share[share > 1e-6].tolist()
-        fig.add_scatter(x=np.arange(1, len(share) + 1), y=[float(f"{v:.4g}") for v in share], mode="lines+markers", marker_size=sizes[arm],
+        fig.add_scatter(x=np.arange(1, len(share) + 1), y=[float(f"{v:.4g}") for v in share],
+                        name=f"{_label(arm, moment)}: {effective_rank(rows, center):.1f}",
+                        mode="lines" if len(share) > 1 else "markers", marker_size=sizes[arm],
                         line=dict(color=_arm_color(run, arm), dash=_DASHES[moment], width=1.8),
-                        name=f"{_label(arm, moment)}: {effective_rank(rows, center):.1f}", hovertemplate="value %{x}: %{y:.3g}")
-    fig.update_yaxes(title="share of the sum", type="log", range=[math.log10(min(shown)) - 0.1, 0.1], exponentformat="power", dtick=1, tickfont_size=11)
+                        hovertemplate="value %{x}: %{y:.3g}")
+    fig.update_yaxes(title="share of the sum", type="log", range=[math.log10(min(shown)) - 0.1, 0.1],
+                     exponentformat="power", dtick=1, tickfont_size=11)
     title = "effective rank" + (", centred" if center else "")
-    return fig.update_xaxes(title="number of the singular value").update_layout(legend_title_text=title, showlegend=True)
+    fig.update_xaxes(title="number of the singular value", range=[0, 1.02 * longest + 0.5])
+    return fig.update_layout(legend_title_text=title, showlegend=True)
 
 # %% ../nbs/14_explore.ipynb #678b0767
-def _intervals(table: pd.DataFrame, color: str, name: str, **marker) -> go.Scatter:
+def _intervals(table: pd.DataFrame, color: str, name: str) -> go.Scatter:
     "Points at `mean` with bars from `low` to `high`, one per metric."
     hover = [f"{m:.3f} [{low:.3f}, {high:.3f}]" for m, low, high in zip(table["mean"], table.low, table.high)]
-    return go.Scatter(x=table.metric, y=table["mean"].round(4), name=name, mode="markers", offsetgroup=name, text=hover, cliponaxis=False,
-                      hovertemplate="%{x}: %{text}", marker=dict(color=color, size=8, line=dict(color=color, width=1.5), **marker),
-                      error_y=dict(type="data", symmetric=False, array=(table.high - table["mean"]).round(4), color=color,
-                                   arrayminus=(table["mean"] - table.low).round(4), thickness=1.5, width=4))
+    bars = dict(type="data", symmetric=False, array=(table.high - table["mean"]).round(4),
+                arrayminus=(table["mean"] - table.low).round(4), color=color, thickness=1.5, width=4)
+    return go.Scatter(x=table.metric, y=table["mean"].round(4), error_y=bars, name=name, mode="markers",
+                      offsetgroup=name, text=hover, hovertemplate="%{x}: %{text}", cliponaxis=False,
+                      marker=dict(color=color, size=8, line=dict(color=color, width=1.5)))
 
 
 def metrics_figure(run: Run) -> go.Figure:
@@ -203,12 +215,12 @@ def metrics_figure(run: Run) -> go.Figure:
     _finished(run, "comparison")
     table = pd.read_csv(run.folder("comparison") / "summary.csv")
     fig = go.Figure([_intervals(part, _arm_color(run, arm), arm) for arm, part in table.groupby("arm", sort=False)])
-    fig.update_yaxes(title="mean over users, 95 % interval", rangemode="tozero")
+    fig.update_yaxes(title="mean, 95 % interval", rangemode="tozero")
     return fig.update_layout(scattermode="group", scattergap=0.5, showlegend=True)
 
-
+# %% ../nbs/14_explore.ipynb #3bf61f10
 def difference_figure(run: Run) -> go.Figure:
-    """Every arm minus the first, on the same users: mean paired difference with its 95 % bootstrap interval, and a line at 0.
+    """Every arm minus the first, on the same users: mean paired difference, its 95 % bootstrap interval, a line at 0.
 
     A filled point: the interval excludes 0; a hollow one: it doesn't. Raises `UserError` for a run with one arm."""
     from gti_nb.pipeline import difference_table
@@ -220,11 +232,11 @@ def difference_figure(run: Run) -> go.Figure:
     fig = go.Figure()
     for arm, part in table.groupby("arm", sort=False):
         color = _arm_color(run, arm)
-        fill = dict(color=[color if sure else "white" for sure in part.excludes_0])
-        trace = _intervals(part, color, f"{arm} minus {part.against.iloc[0]}")
-        fig.add_trace(trace.update(marker=fill))
-    fig.add_hline(0, line=dict(color="#444", width=1)).update_yaxes(title="difference, 95 % interval", zeroline=False)
-    return fig.update_layout(scattermode="group", scattergap=0.5, showlegend=True, legend_title_text="filled: 0 is outside")
+        points = _intervals(part, color, f"{arm} minus {part.against.iloc[0]}")
+        fig.add_trace(points.update(marker_color=[color if sure else "white" for sure in part.excludes_0]))
+    fig.add_hline(0, line=dict(color="#444", width=1)).update_yaxes(title="difference", zeroline=False)
+    return fig.update_layout(scattermode="group", scattergap=0.5, showlegend=True,
+                             legend_title_text="filled: 0 is outside")
 
 # %% ../nbs/14_explore.ipynb #063d726e
 def open_run(run_dir) -> Run:
@@ -238,16 +250,17 @@ def open_run(run_dir) -> Run:
     try:
         values = dict(read_json(path / "metrics.json")["config"])
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path / 'metrics.json'} holds no configuration of a run: give the folder of a finished run") from None
+        raise UserError(f"{path / 'metrics.json'} holds no configuration of a run: "
+                        f"give the folder of a finished run") from None
     run = Run(make_config(values | {"run_dir": str(path)}, str(path / "metrics.json")))
     if missing := [name for name in run.stages if not run.is_done(name)]:
-        raise UserError(f"the run in {path} isn't finished, or its input has changed ({', '.join(missing)}): go on with it by "
-                        f"gti run CONFIG -p run_dir {path}")
+        raise UserError(f"the run in {path} isn't finished, or its input has changed ({', '.join(missing)}): "
+                        f"go on with it by gti run CONFIG -p run_dir {path}")
     return run
 
 # %% ../nbs/14_explore.ipynb #fc927b2c
 class Explorer:
-    """A finished run to ask about: which rows (`choose`), which two tokens (`select`), drawn how (`heatmap`, `spectrum`, `figure`).
+    """A finished run to ask about: which rows (`choose`), which two tokens (`select`), drawn how (`figure`).
 
     Starts with the last arm's last moment. Reads the base model only when a token's neighbours are first asked for."""
 
@@ -259,27 +272,35 @@ class Explorer:
         self.titles = dict(zip(items.item_id, items.title))
         self.choose(*run.moments()[-1])
 
-    def choose(self, arm: str, moment: str):
-        "Look at the rows of `arm` at `moment` from now on; returns itself. Raises `UserError` if the run has none."
-        self.rows = _rows(self.run, arm, moment)
-        self.arm, self.moment = arm, moment
-        return self
+# %% ../nbs/14_explore.ipynb #0f1c1372
+@patch
+def choose(self: Explorer, arm: str, moment: str):
+    "Look at the rows of `arm` at `moment` from now on; returns itself. Raises `UserError` if the run has none."
+    self.rows = _rows(self.run, arm, moment)
+    self.arm, self.moment = arm, moment
+    return self
 
-    def moments_of(self, arm: str) -> list:
-        "The moments at which rows of `arm` were kept."
-        return [moment for name, moment in self.run.moments() if name == arm]
 
-    def items_with(self, token: int) -> list:
-        "The titles of the items whose semantic ID has token number `token`."
-        level, code = divmod(token, self.sids.codebook_size)
-        return [self.titles[self.sids.item_ids[row]] for row in np.flatnonzero(self.sids.codes[:, level] == code)]
+@patch
+def moments_of(self: Explorer, arm: str) -> list:
+    "The moments at which rows of `arm` were kept."
+    return [moment for name, moment in self.run.moments() if name == arm]
 
-    def base(self):
-        "The base model's rows [V, d] and its tokenizer; loaded once."
-        if self._base is None:
-            model, tokenizer = self.run.base()
-            self._base = model.get_input_embeddings().weight[:len(tokenizer)].detach().float().cpu().numpy(), tokenizer
-        return self._base
+
+@patch
+def items_with(self: Explorer, token: int) -> list:
+    "The titles of the items whose semantic ID has token number `token`."
+    level, code = divmod(token, self.sids.codebook_size)
+    return [self.titles[self.sids.item_ids[row]] for row in np.flatnonzero(self.sids.codes[:, level] == code)]
+
+
+@patch
+def base(self: Explorer):
+    "The base model's rows [V, d] and its tokenizer; loaded once."
+    if self._base is None:
+        model, tokenizer = self.run.base()
+        self._base = model.get_input_embeddings().weight[:len(tokenizer)].detach().float().cpu().numpy(), tokenizer
+    return self._base
 
 # %% ../nbs/14_explore.ipynb #187a6655
 @patch
@@ -289,13 +310,15 @@ def number_of(self: Explorer, token) -> int:
         return self.names.index(token)
     if isinstance(token, (int, np.integer)) and 0 <= token < len(self.names):
         return int(token)
-    raise UserError(f"no token {token!r}: give a name from {self.names[0]} to {self.names[-1]}, or a number below {len(self.names)}")
+    raise UserError(f"no token {token!r}: give a name from {self.names[0]} to {self.names[-1]}, "
+                    f"or a number below {len(self.names)}")
 
-
+# %% ../nbs/14_explore.ipynb #8b3b88c0
 @patch
 def select(self: Explorer, i, j, examples: int = 5, neighbours: int = 5) -> dict:
-    """All about tokens `i` and `j` (names or numbers) in the rows looked at: `cosine`, and for each token in order its
-    `names`, `levels` (from 1), `codes`, `counts` (of items), `items` (up to `examples` titles), `nearest` (old tokens and cosines)."""
+    """All about tokens `i` and `j` (names or numbers) in the rows looked at, as a dict: `cosine`, and of both in order
+    `names`, `levels` (from 1), `codes`, `counts` (of items), `items` (up to `examples` titles), `nearest` (up to
+    `neighbours` pairs of an old token and its cosine)."""
     pair = [self.number_of(token) for token in (i, j)]
     items = [self.items_with(token) for token in pair]
     near = nearest_tokens(self.rows[pair], *self.base(), neighbours)
@@ -306,7 +329,7 @@ def select(self: Explorer, i, j, examples: int = 5, neighbours: int = 5) -> dict
         "counts": [len(titles) for titles in items], "items": [titles[:examples] for titles in items],
         "nearest": [list(zip(part.token, part.cosine.round(3))) for _, part in near.groupby("row")]}
 
-
+# %% ../nbs/14_explore.ipynb #fc31dd54
 @patch
 def pair_at(self: Explorer, row: int, column: int):
     "The numbers of the two tokens at a cell of the heatmap; of a cell that is a block, its most similar two."
@@ -330,15 +353,16 @@ def spectrum(self: Explorer) -> go.Figure:
     "The spectrum of the rows looked at."
     return spectrum_figure(self.run, [(self.arm, self.moment)])
 
-
+# %% ../nbs/14_explore.ipynb #c513315b
 @patch
 def figure(self: Explorer) -> go.Figure:
     "Heatmap and spectrum side by side, as one figure."
     fig, spectrum = self.heatmap(), self.spectrum()
     fig.add_trace(spectrum.data[0].update(xaxis="x2", yaxis="y2", showlegend=False))
-    fig.update_layout(xaxis_domain=[0, 0.5], xaxis2=spectrum.layout.xaxis, yaxis2=spectrum.layout.yaxis, width=980, height=470,
-                      template="plotly_white", margin=dict(l=60, r=20, t=40, b=50), coloraxis_colorbar_x=0.52)
-    fig.update_layout(xaxis2=dict(domain=[0.7, 1], anchor="y2"), yaxis2_anchor="x2")
+    fig.update_layout(xaxis2=spectrum.layout.xaxis, yaxis2=spectrum.layout.yaxis)
+    fig.update_layout(xaxis_domain=[0, 0.5], xaxis2=dict(domain=[0.7, 1], anchor="y2"), yaxis2_anchor="x2",
+                      coloraxis_colorbar_x=0.52)
+    style(fig, width=980, height=470).update_layout(margin_t=40)
     fig.layout.annotations[0].update(x=0, xanchor="left", text=self.caption())
     return fig
 
@@ -349,14 +373,14 @@ def caption(self: Explorer) -> str:
     return (f"{_label(self.arm, self.moment)}: mean cosine {mean_cosine(self.rows):.2f}, "
             f"effective rank {effective_rank(self.rows, False):.1f} of at most {min(self.rows.shape)}")
 
-
+# %% ../nbs/14_explore.ipynb #01226ed7
 @patch
 def redraw(self: Explorer, fig):
     "Bring `fig`, which `figure` made, in place to the rows looked at now; the same traces stay."
     new = self.figure()
     with fig.batch_update():
         fig.data[0].z = new.data[0].z
-        fig.data[1].update({key: new.data[1][key] for key in ("x", "y", "line", "name")})
+        fig.data[1].update({key: new.data[1][key] for key in ("x", "y", "mode", "line", "marker", "name")})
         fig.layout.annotations[0].text = new.layout.annotations[0].text
         fig.layout.yaxis2.range = new.layout.yaxis2.range
 
@@ -364,16 +388,18 @@ def redraw(self: Explorer, fig):
 def _details(found: dict) -> str:
     "What `Explorer.select` found, as HTML."
     def token(k):
-        titles = "".join(f"<li>{html.escape(title)}</li>" for title in found["items"][k]) or "<li>no item has this token</li>"
+        titles = [html.escape(title) for title in found["items"][k]] or ["no item has this token"]
         more = found["counts"][k] - len(found["items"][k])
         near = ", ".join(f"<code>{html.escape(repr(text))}</code> {cosine:.2f}" for text, cosine in found["nearest"][k])
-        return (f"<td style='vertical-align:top;text-align:left;padding-right:32px'><b>{html.escape(found['names'][k])}</b>, level {found['levels'][k]}, "
-                f"{found['counts'][k]} items<ul>{titles}</ul>{f'and {more} more<br>' if more else ''}nearest old tokens: {near}</td>")
+        return (f"<td style='vertical-align:top;text-align:left;padding-right:32px'>"
+                f"<b>{html.escape(found['names'][k])}</b>, level {found['levels'][k]}, {found['counts'][k]} items"
+                f"<ul><li>{'</li><li>'.join(titles)}</li></ul>"
+                f"{f'and {more} more<br>' if more else ''}nearest old tokens: {near}</td>")
     return f"<p>cosine <b>{found['cosine']:.3f}</b></p><table><tr>{token(0)}{token(1)}</tr></table>"
 
-
+# %% ../nbs/14_explore.ipynb #e5a00c46
 def explore(run_dir):
-    """The explorer as a widget, for a notebook in JupyterLab: menus of arm and moment, heatmap, spectrum, details of what is clicked.
+    """The explorer as a widget for JupyterLab: menus of arm and moment, heatmap, spectrum, details of what is clicked.
 
     Raises `UserError` if `run_dir` isn't the folder of a finished run."""
     import ipywidgets as widgets

@@ -24,7 +24,6 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from . import __version__
 from .core import (UserError, atomic_path, content_hash, pick_device, read_json, resolve_source,
                          seed_everything, write_json)
 from .data import Dataset, dataset_card, leave_one_out, load_dataset
@@ -37,7 +36,7 @@ class Arm(BaseModel):
     initializer: str = "mean"
     grounding: bool = False
 
-
+# %% ../nbs/13_pipeline.ipynb #49d39591
 class RunConfig(BaseModel):
     "Everything a run depends on. The defaults are the smoke run."
 
@@ -60,10 +59,15 @@ class RunConfig(BaseModel):
     grounding_batch_size: int = Field(16, ge=1, description="pairs per grounding step")
     grounding_learning_rate: float = Field(0.01, gt=0, description="peak learning rate of grounding")
     grounding_weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay on the new rows while grounding")
+    grounding_templates: list[str] = Field(["title", "description", "both"], min_length=1,
+                                           description="texts that grounding pairs with SIDs: title, description, both")
     sft_steps: int = Field(10, ge=1, description="optimizer steps of fine-tuning")
     sft_batch_size: int = Field(16, ge=1, description="examples per fine-tuning step")
     sft_learning_rate: float = Field(0.001, gt=0, description="peak learning rate of the adapters")
     sft_rows_lr_scale: float = Field(1.0, gt=0, description="the new rows' learning rate over the adapters'")
+    lora_r: int = Field(8, ge=1, description="rank of the adapters")
+    lora_alpha: int = Field(32, ge=1, description="scale of the adapters, over their rank")
+    lora_dropout: float = Field(0.05, ge=0, lt=1, description="dropout on the adapters' input")
     micro_batch_size: int = Field(16, ge=1, description="examples per forward pass; lower it if memory is short")
     max_history: int = Field(10, ge=1, description="items of the history that a prompt shows")
     eval_users: int = Field(40, ge=0, description="test users, drawn by seed; 0 takes all")
@@ -160,7 +164,7 @@ class Stage:
     reads: tuple = ()
     arm: str | None = None
 
-
+# %% ../nbs/13_pipeline.ipynb #17d51a4d
 class Run:
     """A run: its configuration, its folder, and its stages in order.
 
@@ -222,7 +226,7 @@ def _stage_config(run: Run, stage: Stage) -> dict:
     return {"parameters": parameters, "uses": {used: run.fingerprint(used) for used in stage.uses},
             "fingerprint": run.fingerprint(stage.name)}
 
-
+# %% ../nbs/13_pipeline.ipynb #04d64ab1
 def run_stage(run: Run, name: str) -> dict:
     """Do the stage `name` of `run`, unless it's done; return its metrics.
 
@@ -285,7 +289,7 @@ def _rqvae(run: Run, folder: Path) -> dict:
     return {"reconstruction": history.reconstruction.iloc[-1], "used": report.used.tolist(),
             "perplexity": report.perplexity.tolist(), **report.attrs}
 
-
+# %% ../nbs/13_pipeline.ipynb #b759e9c2
 def _semantic_ids(run: Run, folder: Path) -> dict:
     from gti_nb.rqvae import RQVAE, collision_numbers
     from gti_nb.semantic_ids import SemanticIds, resolve_collisions
@@ -370,8 +374,9 @@ def _ground(arm: str):
 
         config, sids = run.config, run.sids()
         lm = run.rows(arm, "init").apply(*run.base())
-        examples = grounding_examples(lm.tokenizer, run.dataset().items, sids)
-        probe = [e for e in examples if e.kind == "text_to_sid"][::3][:200]
+        examples = grounding_examples(lm.tokenizer, run.dataset().items, sids, templates=config.grounding_templates)
+        asked = [e for e in examples if e.kind == "text_to_sid"]
+        probe = asked[::max(1, len(asked) // 200)]
         before = sid_accuracy(lm, probe, sids)
         history = ground(lm, examples, TrainConfig(
             steps=config.grounding_steps, batch_size=config.grounding_batch_size, seed=config.seed,
@@ -383,15 +388,15 @@ def _ground(arm: str):
                 "sid_accuracy": sid_accuracy(lm, probe, sids), "frozen tensors": "bit-identical"}
     return work
 
-
+# %% ../nbs/13_pipeline.ipynb #8462e026
 def _sft(arm: str):
     def work(run: Run, folder: Path) -> dict:
-        from gti_nb.sft import add_lora, finetune, retrieval_examples, save_model
+        from gti_nb.sft import LoraSettings, add_lora, finetune, retrieval_examples, save_model
         from gti_nb.training import TrainConfig
 
         config = run.config
         lm = run.rows(arm, "ground" if config.arms[arm].grounding else "init").apply(*run.base())
-        add_lora(lm, seed=config.seed)
+        add_lora(lm, LoraSettings(r=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout), config.seed)
         examples = retrieval_examples(lm.tokenizer, run.sids(), leave_one_out(run.dataset()).train, config.max_history)
         history = finetune(lm, examples, TrainConfig(
             steps=config.sft_steps, batch_size=config.sft_batch_size, seed=config.seed,
@@ -436,7 +441,7 @@ def _check_beams(found, sids):
         if len(set(real)) < len(real) or not all(sids.items_of(c) for c in real):
             raise UserError(f"test user {user}: beams repeat or name no item: this is a bug, please report it")
 
-
+# %% ../nbs/13_pipeline.ipynb #98c1dee0
 def _save_predictions(run: Run, folder: Path, predictions) -> dict:
     "Write predictions (user_id, rank, item_id) and the metrics of each user; return their means."
     from gti_nb.evaluation import rank_metrics
@@ -450,7 +455,7 @@ def _save_predictions(run: Run, folder: Path, predictions) -> dict:
         per_user.to_parquet(temporary, index=False)
     return {"users": len(users), **per_user.mean().to_dict()}
 
-
+# %% ../nbs/13_pipeline.ipynb #47602408
 def _floor(kind: str):
     def work(run: Run, folder: Path) -> dict:
         from gti_nb.evaluation import popularity, random_ranking
@@ -517,10 +522,10 @@ def plan_stages(config: RunConfig) -> list[Stage]:
         before = f"init-{arm}"
         stages.append(Stage(before, _init(arm), ("data", "semantic_ids"), ("seed", "language_model", "dtype"), arm))
         if settings.grounding:
-            reads = ("grounding_steps", "grounding_batch_size", "grounding_learning_rate", "grounding_weight_decay")
+            reads = tuple(name for name in RunConfig.model_fields if name.startswith("grounding_"))
             stages.append(Stage(f"ground-{arm}", _ground(arm), ("data", "semantic_ids", before), TRAINING + reads))
             before = f"ground-{arm}"
-        reads = ("sft_steps", "sft_batch_size", "sft_learning_rate", "sft_rows_lr_scale", "max_history")
+        reads = tuple(name for name in RunConfig.model_fields if name.startswith(("sft_", "lora_"))) + ("max_history",)
         stages.append(Stage(f"sft-{arm}", _sft(arm), ("data", "semantic_ids", before), TRAINING + reads))
         stages.append(Stage(f"evaluate-{arm}", _evaluate(arm), ("data", "semantic_ids", f"sft-{arm}"), TRAINING + evaluation))
     stages += [Stage(f"evaluate-{kind}", _floor(kind), ("data",), ("seed", *evaluation)) for kind in FLOORS]
@@ -539,8 +544,8 @@ def provenance() -> dict:
 
     here = Path(__file__).resolve().parent if "__file__" in globals() else Path.cwd()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
-    packages = ("torch", "transformers", "peft", "accelerate", "sentence-transformers", "numpy", "pandas", "papermill")
-    return {"gti_nb": __version__, "commit": commit.stdout.strip() or None, "python": platform.python_version(),
+    packages = ("gti_nb", "torch", "transformers", "peft", "accelerate", "sentence-transformers", "numpy", "pandas", "papermill")
+    return {"commit": commit.stdout.strip() or None, "python": platform.python_version(),
             "executable": sys.executable, "platform": platform.platform(), "cpu_count": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "packages": {name: metadata.version(name) for name in packages}}
@@ -582,7 +587,7 @@ def pipeline_notebook() -> Path:
         raise UserError(f"no pipeline notebook at {path}: install gti_nb from a clone, with `make install`")
     return path
 
-
+# %% ../nbs/13_pipeline.ipynb #ebe4e086
 def run_pipeline(config: RunConfig, notebook=None) -> Path:
     """Run the pipeline notebook with `config` by papermill and write the report; return the report's path.
 
@@ -611,7 +616,7 @@ def run_pipeline(config: RunConfig, notebook=None) -> Path:
     write_report(executed, report)
     return report
 
-
+# %% ../nbs/13_pipeline.ipynb #eb55cecf
 def result_table(run: Run) -> pd.DataFrame:
     "The run's result for people: arms by metrics, with intervals."
     from gti_nb.evaluation import metrics_table

@@ -71,17 +71,18 @@ SID_TO_TEXT = {
 }
 
 
-def grounding_examples(tokenizer, items, sids, directions=("text_to_sid", "sid_to_text")) -> list[Example]:
+def grounding_examples(tokenizer, items, sids, directions=("text_to_sid", "sid_to_text"), templates=tuple(TEXT_TO_SID)) -> list[Example]:
     """D_ground (section 3 of the paper): every pair of text and SID of every item, rendered with the extended `tokenizer`.
 
-    items: the catalogue's DataFrame; sids: `SemanticIds`; directions: one or both. `kind` is the direction."""
-    unknown = set(directions) - {"text_to_sid", "sid_to_text"}
-    if unknown or not directions:
-        raise UserError(f"directions {sorted(unknown) or '[]'}: give text_to_sid, sid_to_text, or both")
+    items: the catalogue's DataFrame; sids: `SemanticIds`; directions: one or both; templates: which texts of an item,
+    "title", "description", "both". An item without a description is asked for by its title. `kind` is the direction."""
+    for name, given, known in (("directions", directions, ("text_to_sid", "sid_to_text")), ("templates", templates, tuple(TEXT_TO_SID))):
+        if not given or set(given) - set(known):
+            raise UserError(f"{name} {list(given)}: give one or more of {', '.join(known)}")
     escape, examples = escaper(tokenizer), []
     for row in items[items.item_id.isin(set(sids.item_ids))].itertuples():
         values = dict(title=escape(row.title), description=escape(row.description), sid=sids.sid(row.item_id))
-        for name in TEXT_TO_SID if row.description.strip() else ("title",):
+        for name in templates if row.description.strip() else ("title",):
             if "text_to_sid" in directions:
                 examples.append(render(tokenizer, TEXT_TO_SID[name].format(**values), values["sid"], "text_to_sid"))
             if "sid_to_text" in directions:

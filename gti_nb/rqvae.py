@@ -6,7 +6,7 @@
 __all__ = ['nearest', 'kmeans', 'straight_through', 'Quantized', 'ResidualQuantizer', 'RQVAEConfig', 'RQVAE', 'collision_numbers',
            'quality_report', 'train_rqvae']
 
-# %% ../nbs/02_rqvae.ipynb #2c3ed67c
+# %% ../nbs/02_rqvae.ipynb #5ec0316e
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,12 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .core import Progress, UserError, atomic_path, pick_device, read_json, write_json
-
-# %% ../nbs/02_rqvae.ipynb #5ec0316e
-from fastcore.basics import patch
 
 # %% ../nbs/02_rqvae.ipynb #e19c802a
 def nearest(rows, codebook, chunk: int = 8192):
@@ -190,13 +188,13 @@ def _chunks(self: RQVAE, vectors, chunk: int = 8192):
         yield len(part), *self(part.to(self.centre.device))
     self.train(was_training)
 
-# %% ../nbs/02_rqvae.ipynb #cb040480
+
 @patch
 def encode(self: RQVAE, vectors) -> np.ndarray:
     "The codes of `vectors` (float32 [n, width]): int64 [n, levels]."
     return np.concatenate([found.codes.cpu().numpy() for _, _, found in self._chunks(vectors)])
 
-# %% ../nbs/02_rqvae.ipynb #28ab117a
+# %% ../nbs/02_rqvae.ipynb #c62336c4
 @patch
 def distances(self: RQVAE, vectors) -> np.ndarray:
     "Squared distance of what is left for the last level to each of its codes: float32 [n, codebook_size]."
@@ -204,7 +202,7 @@ def distances(self: RQVAE, vectors) -> np.ndarray:
     return np.concatenate([_squared_distances(found.residuals[-1], last).clamp(min=0).cpu().numpy()
                            for _, _, found in self._chunks(vectors)])
 
-# %% ../nbs/02_rqvae.ipynb #c62336c4
+
 @patch
 def reconstruction_error(self: RQVAE, vectors) -> float:
     "Share of the variance of `vectors` that is lost on the way through the codes: 0 perfect, 1 the mean's."
@@ -220,7 +218,7 @@ def collision_numbers(codes) -> dict:
     return {"items": items, "unique": len(counts), "collision_rate": (items - len(counts)) / items,
             "colliding_groups": int((counts > 1).sum()), "largest_group": int(counts.max())}
 
-# %% ../nbs/02_rqvae.ipynb #01760cf5
+
 def quality_report(codes, codebook_size: int) -> pd.DataFrame:
     """One row a level of `codes` (int [n, L]): level, used (codes that some item has), of (codes there are), perplexity
     (exp of the entropy: the number of codes if all were equally frequent). `collision_numbers` are in `.attrs`."""
@@ -327,7 +325,7 @@ def save(self: RQVAE, path):
     with atomic_path(path) as temporary:
         save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, temporary)
 
-# %% ../nbs/02_rqvae.ipynb #a7ddcbb9
+
 @patch(cls_method=True)
 def load(cls: RQVAE, path, device="cpu"):
     "Read what `save` wrote. Raises `UserError` if a file is missing."

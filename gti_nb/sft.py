@@ -6,6 +6,7 @@
 __all__ = ['PROJECTIONS', 'retrieval_examples', 'LoraSettings', 'add_lora', 'finetune', 'save_model', 'load_model']
 
 # %% ../nbs/10_sft.ipynb #c30a9e49
+import logging
 import warnings
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class LoraSettings(BaseModel):
 
 def add_lora(lm: ExtendedLM, settings: LoraSettings = LoraSettings(), seed: int = 0):
     "Put trainable LoRA adapters on the backbone's projections, in place; as a start they change nothing."
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it reports kernels that nobody asked for
     from peft import LoraConfig, get_peft_model
 
     if lm.adapter is not None:
@@ -59,6 +61,16 @@ def add_lora(lm: ExtendedLM, settings: LoraSettings = LoraSettings(), seed: int 
     object.__setattr__(lm, "adapter", adapter)  # not a submodule: its layers already live inside lm.model
 
 # %% ../nbs/10_sft.ipynb #c4f589aa
+def _mixed_losses(lm: ExtendedLM, **batch):
+    "`ExtendedLM.token_losses`, with float32 adapters computed in the dtype of a bfloat16 model instead of the other way round."
+    from peft.helpers import disable_input_dtype_casting
+
+    if lm.model.dtype != torch.bfloat16:
+        return lm.token_losses(**batch)
+    with disable_input_dtype_casting(lm.model), torch.autocast(lm.device.type, torch.bfloat16):
+        return lm.token_losses(**batch)
+
+
 def finetune(lm: ExtendedLM, examples, config: TrainConfig, folder, label: str = "sft", rows_lr_scale: float = 1.0) -> pd.DataFrame:
     """Train adapters and new rows of `lm` on `examples`; return the history (step, loss).
 
@@ -68,7 +80,7 @@ def finetune(lm: ExtendedLM, examples, config: TrainConfig, folder, label: str =
     rows = [p for n, p in trainable(lm).items() if n in ("new_rows", "head_rows")]
     others = [p for n, p in trainable(lm).items() if n not in ("new_rows", "head_rows")]
     groups = [dict(params=others, weight_decay=config.weight_decay), dict(params=rows, weight_decay=0.0, lr_scale=rows_lr_scale)]
-    return fit(lm, examples, config, folder, label, groups)
+    return fit(lm, examples, config, folder, label, groups, _mixed_losses)
 
 # %% ../nbs/10_sft.ipynb #0348e029
 def save_model(lm: ExtendedLM, folder, base_name: str):

@@ -139,7 +139,7 @@ def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=
     lm.eval()
     return pd.DataFrame(history)
 
-
+# %% ../nbs/08_training.ipynb #0bf0a628
 def _one_step(lm, batch, optimizer, accelerator, step, config, token_losses):
     "One optimizer step on `batch`; returns the losses."
     torch.manual_seed(config.seed * 1_000_003 + step)

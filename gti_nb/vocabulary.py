@@ -220,7 +220,7 @@ def base_hash(model) -> str:
     matrices = {id(w): w for w in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     return content_hash(*(w.detach().cpu().contiguous().view(torch.uint8).numpy() for w in matrices.values()))
 
-
+# %% ../nbs/04_vocabulary.ipynb #9e1a8a4c
 @dataclass
 class NewRows:
     """New embedding rows and what they belong to.
