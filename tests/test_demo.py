@@ -15,6 +15,12 @@ def demo():
     return run
 
 
+def test_gti_beats_the_mean_beyond_noise(demo):
+    rows = demo.metrics("comparison")["paired_differences"]
+    row = next(r for r in rows if r["arm"] == "gti" and r["metric"] == "recall@20")
+    assert row["against"] == "mean" and row["low"] > 0
+
+
 def test_gti_keeps_the_higher_rank_after_fine_tuning(demo):
     geometry = demo.metrics("geometry")
     assert geometry["gti, sft"]["effective_rank"] > geometry["mean, sft"]["effective_rank"]
