@@ -39,26 +39,7 @@ def _prefill(lm: ExtendedLM, prompts: list[list[int]]):
     out = lm.hidden(ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True)
     return out.last_hidden_state[:, -1], cache, mask, mask.sum(1)
 
-
-def _log_probs(lm: ExtendedLM, hidden, level: int, size: int, allowed, scores: str):
-    "Log-probabilities [B, K] of one level's codes after `hidden` [B, d]; -inf where not `allowed` [B, K]."
-    logits = lm.level_logits(hidden, level, size)
-    closed = torch.full_like(logits, -torch.inf)
-    legal = torch.where(allowed, logits, closed)
-    total = lm.logsumexp(hidden) if scores == "full" else legal.logsumexp(-1)
-    return torch.where(allowed, logits - total[:, None], closed)
-
 # %% ../nbs/11_decoding.ipynb #25f444e6
-def _prefill(lm: ExtendedLM, prompts: list[list[int]]):
-    "Read `prompts` once, padded on the left: last hidden states [B, d], the cache, attention mask [B, T], lengths [B]."
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
-    cache = DynamicCache(config=lm.model.config)
-    out = lm.hidden(ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True)
-    return out.last_hidden_state[:, -1], cache, mask, mask.sum(1)
-
-
 def _log_probs(lm: ExtendedLM, hidden, level: int, size: int, allowed, scores: str):
     "Log-probabilities [B, K] of one level's codes after `hidden` [B, d]; -inf where not `allowed` [B, K]."
     logits = lm.level_logits(hidden, level, size)

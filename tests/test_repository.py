@@ -209,6 +209,18 @@ def test_modules_import_only_modules_above_them():
     assert wrong == []
 
 
+def defined_twice(source: str) -> list[str]:
+    "Functions and classes that a module defines more than once at its top: the later one wins, silently. Patches don't count."
+    names = [node.name for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+             and not any(ast.unparse(decorator).startswith("patch") for decorator in node.decorator_list)]
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def test_no_module_defines_a_name_twice():
+    assert defined_twice("def f(): 1\nclass g: pass\ndef f(): 2\n@patch\ndef g(self): 3") == ["f"]
+    assert {name: twice for name in reading_order() if (twice := defined_twice(text_of(f"gti_nb/{name}.py")))} == {}
+
+
 def test_import_is_light():
     "Importing all of gti_nb loads no bitsandbytes and leaves the GPU alone, so that processes can be started afterwards."
     code = ("import importlib, pkgutil, sys, gti_nb\n"
