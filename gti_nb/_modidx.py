@@ -131,6 +131,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'gti_nb.pipeline': { 'gti_nb.pipeline.Arm': ('pipeline.html#arm', 'gti_nb/pipeline.py'),
                                  'gti_nb.pipeline.Run': ('pipeline.html#run', 'gti_nb/pipeline.py'),
                                  'gti_nb.pipeline.Run.__init__': ('pipeline.html#run.__init__', 'gti_nb/pipeline.py'),
+                                 'gti_nb.pipeline.Run._hash_of': ('pipeline.html#run._hash_of', 'gti_nb/pipeline.py'),
                                  'gti_nb.pipeline.Run.base': ('pipeline.html#run.base', 'gti_nb/pipeline.py'),
                                  'gti_nb.pipeline.Run.dataset': ('pipeline.html#run.dataset', 'gti_nb/pipeline.py'),
                                  'gti_nb.pipeline.Run.fingerprint': ('pipeline.html#run.fingerprint', 'gti_nb/pipeline.py'),

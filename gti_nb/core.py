@@ -236,8 +236,8 @@ def style(fig, title: str = "", width: int = 720, height: int = 380):
     import plotly.io as pio
 
     # the template without its defaults for every kind of trace, which would weigh more than most figures
-    fig.update_layout(template={"layout": pio.templates["plotly_white"].layout}, colorway=COLORS, title=dict(text=title, font_size=15), width=width,
-                      height=height, font_size=12, margin=dict(l=60, r=20, t=50 if title else 20, b=50))
+    fig.update_layout(template={"layout": pio.templates["plotly_white"].layout}, colorway=COLORS, width=width,
+                      title=dict(text=title, font_size=15), height=height, font_size=12, margin=dict(l=60, r=20, t=50 if title else 20, b=50))
     return fig
 
 

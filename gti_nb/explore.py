@@ -19,7 +19,7 @@ from plotly.subplots import make_subplots
 
 from .core import COLORS, SIMILARITY_SCALE, UserError, read_json, style
 from .geometry import cosine_matrix, effective_rank, mean_cosine, nearest_tokens, singular_values
-from .pipeline import Run, make_config
+from .pipeline import Run, difference_table, make_config
 from .semantic_ids import LEVEL_NAMES
 
 # %% ../nbs/14_explore.ipynb #213e2f97
@@ -223,8 +223,6 @@ def difference_figure(run: Run) -> go.Figure:
     """Every arm minus the first, on the same users: mean paired difference, its 95 % bootstrap interval, a line at 0.
 
     A filled point: the interval excludes 0; a hollow one: it doesn't. Raises `UserError` for a run with one arm."""
-    from gti_nb.pipeline import difference_table
-
     _finished(run, "comparison")
     table = difference_table(run)
     if table.empty:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from .core import UserError, content_hash
-from .prompts import collate, grounding_examples
+from .prompts import collate
 from .training import TrainConfig, fit, trainable
 from .vocabulary import ExtendedLM
 

@@ -6,8 +6,6 @@
 __all__ = ['INITIALIZERS', 'initializer', 'initial_rows', 'random_rows', 'mean_rows', 'description_mean_rows', 'extend']
 
 # %% ../nbs/05_initializers.ipynb #e2d95999
-import re
-
 import numpy as np
 import torch
 

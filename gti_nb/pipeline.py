@@ -171,7 +171,7 @@ class Run:
     What a stage left on disk is read back through the methods (`dataset`, `sids`, `history`, ...)."""
 
     def __init__(self, config: RunConfig):
-        self.config, self.path = config, Path(config.run_dir)
+        self.config, self.path, self._fingerprints = config, Path(config.run_dir), {}
         self.stages = {stage.name: stage for stage in plan_stages(config)}
 
     def folder(self, stage: str) -> Path:
@@ -180,11 +180,15 @@ class Run:
         return self.path / stage
 
     def fingerprint(self, name: str) -> str:
-        "Hash of what the stage depends on: its parameters, the input's content, and the stages that it uses."
-        stage = self.stages[name]
+        "Hash of what the stage depends on: its parameters, the input's content, and the stages that it uses; made once."
+        if name not in self._fingerprints:
+            self._fingerprints[name] = self._hash_of(self.stages[name])
+        return self._fingerprints[name]
+
+    def _hash_of(self, stage: Stage) -> str:
         values = self.config.model_dump(mode="json", include=set(stage.reads))
         source = Path(self.config.data)
-        files = sorted(p for p in source.iterdir() if p.is_file()) if name == "data" and source.is_dir() else []
+        files = sorted(p for p in source.iterdir() if p.is_file()) if stage.name == "data" and source.is_dir() else []
         arm = self.config.arms[stage.arm].model_dump() if stage.arm else None
         return content_hash(values, arm, *files, *(self.fingerprint(used) for used in stage.uses))
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from .core import UserError, atomic_path
 from .prompts import RETRIEVAL, retrieval_example

@@ -9,8 +9,6 @@ __all__ = ['TrainConfig', 'batch_indices', 'learning_rate_at', 'step_loss', 'tra
 # %% ../nbs/08_training.ipynb #45e60f6a
 import json
 import math
-import shutil
-import time
 from pathlib import Path
 
 import numpy as np

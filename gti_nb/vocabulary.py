@@ -10,18 +10,17 @@ __all__ = ['CHATML', 'EMBEDDED_MODELS', 'tiny_tokenizer', 'tiny_model', 'add_tok
 import copy
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from .core import (UserError, atomic_path, cache_dir, content_hash, packaged_file, pick_device,
-                         resolve_source)
+from .core import UserError, atomic_path, cache_dir, content_hash, pick_device, resolve_source
 
 # %% ../nbs/04_vocabulary.ipynb #a51f9509
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
