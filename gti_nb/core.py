@@ -242,17 +242,22 @@ def style(fig, title: str = "", width: int = 720, height: int = 380):
 
 
 def _png(fig):
-    "The figure as PNG bytes, or None where no browser can draw it."
+    "The figure as PNG bytes with a palette (a third of the size), or None where no browser can draw it."
     try:
+        import io
         import warnings
 
         import kaleido
+        from PIL import Image
 
         kaleido.start_sync_server(silence_warnings=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return fig.to_image(format="png", scale=1)
-    except Exception:  # no kaleido or no browser: the interactive figure is still shown
+            drawn = Image.open(io.BytesIO(fig.to_image(format="png", scale=1)))
+        small = io.BytesIO()
+        drawn.convert("RGB").quantize(128).save(small, "png", optimize=True)
+        return small.getvalue()
+    except Exception:  # no kaleido, Pillow or browser: the interactive figure is still shown
         return None
 
 
