@@ -70,24 +70,35 @@ SID_TO_TEXT = {
     "both": ("What is the title of the item {sid}, and how would you describe it?", "{title}\n\n{description}"),
 }
 
+# %% ../nbs/07_prompts.ipynb #2861a238
+def _check_choice(name: str, given, known):
+    "Raise `UserError` unless `given` holds one or more of `known`."
+    if not given or set(given) - set(known):
+        raise UserError(f"{name} {list(given)}: give one or more of {', '.join(known)}")
+
 
 def grounding_examples(tokenizer, items, sids, directions=("text_to_sid", "sid_to_text"), templates=tuple(TEXT_TO_SID)) -> list[Example]:
-    """D_ground (section 3 of the paper): every pair of text and SID of every item, rendered with the extended `tokenizer`.
+    """D_ground (section 3 of the paper): the pairs of text and SID of every item, rendered with the extended `tokenizer`.
 
-    items: the catalogue's DataFrame; sids: `SemanticIds`; directions: one or both; templates: which texts of an item,
-    "title", "description", "both". An item without a description is asked for by its title. `kind` is the direction."""
-    for name, given, known in (("directions", directions, ("text_to_sid", "sid_to_text")), ("templates", templates, tuple(TEXT_TO_SID))):
-        if not given or set(given) - set(known):
-            raise UserError(f"{name} {list(given)}: give one or more of {', '.join(known)}")
+    items: the catalogue's DataFrame (item_id, title, description); items without a SID are left out. sids: `SemanticIds`.
+    directions: one or both; `kind` of an example is its direction. templates: which texts of an item, "title", "description",
+    "both"; an item that lacks a text skips the templates that need it.
+    Raises `UserError` for an unknown direction or template, or if no item has the texts that the templates need."""
+    _check_choice("directions", directions, ("text_to_sid", "sid_to_text"))
+    _check_choice("templates", templates, tuple(TEXT_TO_SID))
     escape, examples = escaper(tokenizer), []
     for row in items[items.item_id.isin(set(sids.item_ids))].itertuples():
         values = dict(title=escape(row.title), description=escape(row.description), sid=sids.sid(row.item_id))
-        for name in templates if row.description.strip() else ("title",):
+        for name in templates:
+            if not all(values[text].strip() for text in (("title", "description") if name == "both" else (name,))):
+                continue
             if "text_to_sid" in directions:
                 examples.append(render(tokenizer, TEXT_TO_SID[name].format(**values), values["sid"], "text_to_sid"))
             if "sid_to_text" in directions:
                 question, answer = (part.format(**values) for part in SID_TO_TEXT[name])
                 examples.append(render(tokenizer, question, answer, "sid_to_text"))
+    if not examples:
+        raise UserError(f"no item has the texts that the templates {', '.join(templates)} need: add the template title")
     return examples
 
 # %% ../nbs/07_prompts.ipynb #40c596b6

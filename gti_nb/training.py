@@ -56,23 +56,26 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
 
 # %% ../nbs/08_training.ipynb #ee393b31
-def step_loss(lm, examples, micro_batch_size: int, backward=None, token_losses=ExtendedLM.token_losses) -> dict:
+def step_loss(lm, examples, micro_batch_size: int, backward=None, token_losses=ExtendedLM.token_losses, share=(0, 1)) -> dict:
     """Mean loss per supervised token of `examples`, and per `kind`: `{"loss": float, kind: float, ...}`.
 
     backward: called with each micro-batch's share of the loss (a scalar tensor); their gradients add up to the whole's,
-    whatever `micro_batch_size` is. token_losses: how the losses of a batch are computed, `(lm, **batch) -> [n_supervised]`."""
+    whatever `micro_batch_size` is. token_losses: how the losses of a batch are computed, `(lm, **batch) -> [n_supervised]`.
+    share: (i, n) computes only the i-th of n parts; the results, and the gradients, of the n parts add up to the whole's."""
     ordered = sorted(examples, key=lambda e: (e.kind, len(e)), reverse=True)
-    tokens = sum(len(e.answer_ids) for e in ordered)
-    sums, counts = {}, {}
-    for start in range(0, len(ordered), micro_batch_size):
-        part = ordered[start:start + micro_batch_size]
+    counts, mine = {}, ordered[share[0]::share[1]]
+    for example in ordered:
+        for kind in {"loss", example.kind} - {""}:
+            counts[kind] = counts.get(kind, 0) + len(example.answer_ids)
+    sums = dict.fromkeys(sorted(counts), 0.0)
+    for start in range(0, len(mine), micro_batch_size):
+        part = mine[start:start + micro_batch_size]
         losses = token_losses(lm, **collate(part, lm.tokenizer.pad_token_id, lm.device))
         if backward is not None:
-            backward(losses.sum() / tokens)
+            backward(losses.sum() / counts["loss"])
         for example, of_example in zip(part, losses.detach().split([len(e.answer_ids) for e in part])):
             for kind in {"loss", example.kind} - {""}:
-                sums[kind] = sums.get(kind, 0.0) + of_example.sum().item()
-                counts[kind] = counts.get(kind, 0) + len(of_example)
+                sums[kind] += of_example.sum().item()
     return {kind: sums[kind] / counts[kind] for kind in sums}
 
 # %% ../nbs/08_training.ipynb #06211bd2
@@ -105,12 +108,13 @@ def load_checkpoint(path, lm, optimizer):
 
 # %% ../nbs/08_training.ipynb #be742b20
 def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=None,
-        token_losses=ExtendedLM.token_losses) -> pd.DataFrame:
+        token_losses=ExtendedLM.token_losses, observe=None) -> pd.DataFrame:
     """Train what is trainable in `lm` on `examples`, with AdamW; return the history: step, loss per token, loss per kind.
 
     folder: where the checkpoint lives while the training runs; a checkpoint found there is resumed from.
     groups: parameter groups for the optimizer, by default all trainable parameters with `config.weight_decay`.
-    token_losses: see `step_loss`.
+    token_losses: see `step_loss`. observe: called with the number of steps done, at 0 and after every step; what it writes
+    for a step is complete before the step is in a checkpoint.
     Raises `UserError` if there is nothing to train or a loss isn't finite."""
     from accelerate import Accelerator
 
@@ -124,6 +128,9 @@ def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=
         start, history = load_checkpoint(path, lm, optimizer)
         print(f"{label}: resumed at step {start} of {config.steps}", flush=True)
     lm.train()
+    observe = observe if observe and accelerator.is_main_process else lambda done: None
+    if start == 0:
+        observe(0)
     with Progress(label, config.steps, start) as progress:
         for step in range(start, config.steps):
             batch = [examples[i] for i in batch_indices(len(examples), step, config.batch_size, config.seed)]
@@ -132,7 +139,8 @@ def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=
                 raise UserError(f"{label}: the loss at step {step} is {losses['loss']}: lower the learning rate")
             history.append({"step": step, **losses})
             progress.update(**losses)
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            observe(step + 1)
+            if accelerator.is_main_process and ((step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps):
                 save_checkpoint(path, lm, optimizer, step + 1, history)
     lm.eval()
     return pd.DataFrame(history)
@@ -140,11 +148,23 @@ def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=
 # %% ../nbs/08_training.ipynb #0bf0a628
 def _one_step(lm, batch, optimizer, accelerator, step, config, token_losses):
     "One optimizer step on `batch`; returns the losses."
-    torch.manual_seed(config.seed * 1_000_003 + step)
+    index, processes = accelerator.process_index, accelerator.num_processes
+    torch.manual_seed((config.seed * 1_000_003 + step) * processes + index)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_scale", 1.0)
-    losses = step_loss(lm, batch, config.micro_batch_size, accelerator.backward, token_losses)
+    losses = step_loss(lm, batch, config.micro_batch_size, accelerator.backward, token_losses, (index, processes))
+    if processes > 1:
+        losses = _add_up(lm, losses, accelerator)
     accelerator.clip_grad_norm_(list(trainable(lm).values()), config.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses
+
+
+def _add_up(lm, losses, accelerator):
+    "Add up the gradients of all processes, in place, and return the added losses."
+    for parameter in trainable(lm).values():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = accelerator.reduce(grad, "sum")
+    values = accelerator.reduce(torch.tensor(list(losses.values()), dtype=torch.float64, device=lm.device), "sum")
+    return dict(zip(losses, values.tolist()))
