@@ -9,7 +9,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab run sync readme check clean
+.PHONY: help install demo test lab run sync readme check bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ readme: install ## write README.md from nbs/index.ipynb
 
 check: install ## check that notebooks, library and README.md agree and that notebooks are clean
 	$(VENV)/bin/python -m pytest tests/test_repository.py tests/test_notebooks.py
+
+bench: install ## measure: each script of benchmarks/ ends with one line of JSON (ARGS=--quick: under a minute each)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(VENV)/bin/python $$script $(ARGS) || exit 1; done
 
 clean: ## remove what builds and tools leave; runs/ and .venv stay
 	rm -rf _proc _docs build dist .pytest_cache
