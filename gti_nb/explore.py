@@ -25,7 +25,7 @@ from .semantic_ids import LEVEL_NAMES
 # %% ../nbs/14_explore.ipynb #213e2f97
 MOMENTS = {"init": "at the start", "ground": "after grounding", "sft": "after fine-tuning"}
 _DASHES = {"init": "dot", "ground": "dash", "sft": "solid"}
-_FLOOR_COLORS = {"popularity": "#6b7078", "random": "#b9bdc4"}
+_FLOOR_COLORS = {"popularity": "#6b7078", "random": "#b9bdc4", "repeat_last": "#90959d", "nearest": "#474b52"}
 
 
 def _label(arm: str, moment: str) -> str:
@@ -102,7 +102,7 @@ def quantizer_figure(run: Run) -> go.Figure:
     fig.add_scatter(x=table.step, y=table.collision_rate.round(4), name="in training", mode="lines", row=1, col=2,
                     line=dict(color=COLORS[5], width=2), hovertemplate="step %{x}: %{y:.1%}")
     if run.is_done("semantic_ids"):
-        left = run.metrics("semantic_ids")["collision_rate"]
+        left = run.metrics("semantic_ids")["after"]["collision_rate"]
         fig.add_scatter(x=table.step.iloc[[0, -1]], y=[left, left], name="after pulling apart", mode="lines", row=1,
                         col=2, line=dict(color=COLORS[5], width=2, dash="dot"), hovertemplate="%{y:.1%} in the end")
     fig.update_yaxes(range=[0, 1.08 * size], row=1, col=1)

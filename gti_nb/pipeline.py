@@ -30,10 +30,12 @@ from .data import Dataset, dataset_card, leave_one_out, load_dataset
 
 # %% ../nbs/13_pipeline.ipynb #91ea69df
 class Arm(BaseModel):
-    "One way to a recommender: which `initializer` starts the new rows, and whether `grounding` trains them before fine-tuning."
+    """One way to a recommender: which `initializer` starts the new rows, whether their length is set to the vocabulary's median
+    (`match_norm`), and whether `grounding` trains them before fine-tuning."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     initializer: str = "mean"
+    match_norm: bool = False
     grounding: bool = False
 
 # %% ../nbs/13_pipeline.ipynb #49d39591
@@ -51,6 +53,9 @@ class RunConfig(BaseModel):
     levels: int = Field(3, ge=2, le=26, description="codes per semantic ID (L)")
     codebook_size: int = Field(8, ge=2, description="codes per level (K)")
     rqvae_steps: int = Field(200, ge=1, description="training steps of the RQ-VAE")
+    rqvae: dict = Field({}, description="other settings of RQVAEConfig, such as {hidden: [1024, 512, 256]}")
+    collisions: str = Field("nearest", pattern="^(nearest|share|extra_level)$",
+                            description="items that share an SID after re-assignment: nearest, share or extra_level")
     language_model: str = Field("tiny:qwen3", description="causal LM: embedded, a folder, a hub name, or tiny:qwen3")
     dtype: str = Field("auto", pattern="^(auto|float32|bfloat16)$", description="dtype of the language model")
     arms: dict[str, Arm] = Field({"mean": Arm(), "gti": Arm(grounding=True)}, min_length=1,
@@ -61,6 +66,12 @@ class RunConfig(BaseModel):
     grounding_weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay on the new rows while grounding")
     grounding_templates: list[str] = Field(["title", "description", "both"], min_length=1,
                                            description="texts that grounding pairs with SIDs: title, description, both")
+    grounding_directions: list[str] = Field(["text_to_sid", "sid_to_text"], min_length=1,
+                                            description="which way the pairs go: text_to_sid, sid_to_text, or both")
+    grounding_engine: str = Field("split", pattern="^(split|masked)$", description="split, or masked: Algorithm 1 to the letter")
+    grounding_pull: float = Field(0.0, ge=0, description="weight of the squared distance of the rows from where they started")
+    grounding_moments: int = Field(10, ge=1, description="how often rows are kept and probed while grounding")
+    grounding_probe_items: int = Field(50, ge=1, description="items that a probe asks about, spread over the catalogue")
     sft_steps: int = Field(10, ge=1, description="optimizer steps of fine-tuning")
     sft_batch_size: int = Field(16, ge=1, description="examples per fine-tuning step")
     sft_learning_rate: float = Field(0.001, gt=0, description="peak learning rate of the adapters")
@@ -72,17 +83,18 @@ class RunConfig(BaseModel):
     max_history: int = Field(10, ge=1, description="items of the history that a prompt shows")
     eval_users: int = Field(40, ge=0, description="test users, drawn by seed; 0 takes all")
     beams: int = Field(20, ge=1, description="beams of the constrained search")
+    drop_seen: bool = Field(False, description="leave items of the user's history out of every list, of arms and floors alike")
     ks: list[int] = Field([5, 10, 20], min_length=1, description="cut-offs of the metrics")
     n_bootstrap: int = Field(2000, ge=100, description="bootstrap samples of users")
 
 # %% ../nbs/13_pipeline.ipynb #d073d8d8
-def _one_line(error: ValidationError, where: str) -> str:
-    "pydantic's findings in one line, with the closest name for each unknown one."
+def _one_line(error: ValidationError, where: str, model=RunConfig) -> str:
+    "pydantic's findings about a `model` in one line, with the closest name for each unknown one."
     parts = []
     for found in error.errors():
         name = ".".join(map(str, found["loc"]))
         if found["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, RunConfig.model_fields, 1, 0)
+            close = difflib.get_close_matches(name, model.model_fields, 1, 0)
             parts.append(f"unknown parameter {name!r}, did you mean {close[0]!r}?" if close else f"unknown parameter {name!r}")
         else:
             parts.append(f"{name} is {found['input']!r}: {found['msg'].lower()}")
@@ -125,6 +137,20 @@ def parameters_of(namespace: dict) -> RunConfig:
              and isinstance(value, (bool, int, float, str, list, dict, type(None)))}
     return make_config(plain, "parameters of the notebook")
 
+# %% ../nbs/13_pipeline.ipynb #dab413de
+def _rqvae_config(config: RunConfig):
+    "The `RQVAEConfig` of a run. Raises `UserError` that names what is wrong in `rqvae`."
+    from gti_nb.rqvae import RQVAEConfig
+
+    own = {"levels": config.levels, "codebook_size": config.codebook_size, "steps": config.rqvae_steps, "seed": config.seed}
+    try:
+        return RQVAEConfig(**config.rqvae, **own)
+    except ValidationError as error:
+        raise UserError(_one_line(error, "rqvae", RQVAEConfig)) from None
+    except TypeError:
+        raise UserError(f"rqvae sets {', '.join(sorted(set(own) & set(config.rqvae)))}: these are parameters of the run "
+                        f"(levels, codebook_size, rqvae_steps, seed); set them there") from None
+
 # %% ../nbs/13_pipeline.ipynb #63b18870
 def preflight(config: RunConfig):
     "Raise `UserError` for what would stop the run later: missing input, models that can't be had, sizes that don't fit."
@@ -141,6 +167,7 @@ def preflight(config: RunConfig):
                         f"set codebook_size to at most {len(dataset.items)}")
     if leave_one_out(dataset).test.empty:
         raise UserError(f"no user of {config.data!r} has 3 interactions, so nobody can be tested: bring longer histories")
+    _rqvae_config(config)
     resolve_source(config.encoder, "encoder", ENCODERS)
     if config.language_model != "tiny:qwen3":
         resolve_source(config.language_model, "language model", EMBEDDED_MODELS)
@@ -151,7 +178,7 @@ def preflight(config: RunConfig):
             raise UserError(f"arm {name}: no initializer is called {arm.initializer!r}: choose one of {', '.join(INITIALIZERS)}")
 
 
-FLOORS = ("popularity", "random")
+FLOORS = ("popularity", "random", "repeat_last", "nearest")
 
 # %% ../nbs/13_pipeline.ipynb #9fd4b143
 @dataclass(frozen=True)
@@ -282,30 +309,31 @@ def _encode(run: Run, folder: Path) -> dict:
 
 
 def _rqvae(run: Run, folder: Path) -> dict:
-    from gti_nb.rqvae import RQVAEConfig, quality_report, train_rqvae
+    from gti_nb.rqvae import quality_report, train_rqvae
 
-    config = RQVAEConfig(levels=run.config.levels, codebook_size=run.config.codebook_size, steps=run.config.rqvae_steps,
-                         seed=run.config.seed)
-    model, history = train_rqvae(run.vectors(), config, run.config.device)
+    config, vectors = _rqvae_config(run.config), run.vectors()
+    model, history = train_rqvae(vectors, config, run.config.device, folder / "checkpoint.safetensors")
     model.save(folder / "rqvae.safetensors")
     history.to_csv(folder / "history.csv", index=False)
-    report = quality_report(model.encode(run.vectors()), config.codebook_size)
-    return {"reconstruction": history.reconstruction.iloc[-1], "used": report.used.tolist(),
-            "perplexity": report.perplexity.tolist(), **report.attrs}
+    began = time.perf_counter()
+    report = quality_report(model.encode(vectors), config.codebook_size)
+    print(f"rqvae: quantized {len(vectors) / (time.perf_counter() - began):,.0f} items a second", flush=True)
+    return {"kept_step": int(history.step[history.lost.idxmin()]), "reconstruction": model.reconstruction_error(vectors),
+            "used": report.used.tolist(), "perplexity": report.perplexity.tolist(), **report.attrs}
 
 # %% ../nbs/13_pipeline.ipynb #b759e9c2
 def _semantic_ids(run: Run, folder: Path) -> dict:
-    from gti_nb.rqvae import RQVAE, collision_numbers
-    from gti_nb.semantic_ids import SemanticIds, resolve_collisions
+    from gti_nb.rqvae import RQVAE
+    from gti_nb.semantic_ids import SemanticIds, resolve
 
-    model, vectors = RQVAE.load(run.folder("rqvae") / "rqvae.safetensors"), run.vectors()
-    raw = model.encode(vectors)
-    codes = resolve_collisions(raw, model.distances(vectors))
-    SemanticIds(run.dataset().items.item_id.tolist(), codes, run.config.codebook_size, content_hash(vectors)).save(folder)
-    before, after = collision_numbers(raw), collision_numbers(codes)
-    return {"items": after["items"], "unique_before": before["unique"], "unique": after["unique"],
-            "collision_rate_before": before["collision_rate"], "collision_rate": after["collision_rate"],
-            "moved_items": int((raw != codes).any(1).sum())}
+    model, vectors = RQVAE.load(run.folder("rqvae") / "rqvae.safetensors", run.config.device), run.vectors()
+    items, size = run.dataset().items.item_id.tolist(), run.config.codebook_size
+    found = resolve(model.encode(vectors), size, lambda rows: model.distances(vectors[rows]), vectors,
+                    leftovers=run.config.collisions, reconstruction=lambda codes: model.reconstruction_error(vectors, codes))
+    SemanticIds(items, found.codes, size, content_hash(vectors)).save(folder)
+    return {"before": found.report.before.dropna().to_dict(), "after": found.report.after.dropna().to_dict(),
+            "moved_items": len(found.moved), "rounds": found.rounds,
+            "items_with_the_same_vector": [[items[row] for row in group] for group in found.identical]}
 
 # %% ../nbs/13_pipeline.ipynb #814d6abc
 from fastcore.basics import patch
@@ -363,7 +391,8 @@ def _init(arm: str):
         from gti_nb.vocabulary import NewRows, vocabulary_table
 
         model, tokenizer = run.base()
-        lm = extend(model, tokenizer, run.sids(), run.dataset().items, run.config.arms[arm].initializer, run.config.seed)
+        lm = extend(model, tokenizer, run.sids(), run.dataset().items, run.config.arms[arm].initializer, run.config.seed,
+                    run.config.arms[arm].match_norm)
         NewRows.of(lm, run.config.language_model).save(folder / "rows.safetensors")
         return {**vocabulary_table(lm).value.to_dict(), **geometry_report(lm.new_rows.detach(), lm.base_rows)}
     return work
@@ -371,25 +400,27 @@ def _init(arm: str):
 
 def _ground(arm: str):
     def work(run: Run, folder: Path) -> dict:
-        from gti_nb.grounding import ground, sid_accuracy
+        from gti_nb.grounding import ground, grounding_accuracy, probes
         from gti_nb.prompts import grounding_examples
         from gti_nb.training import TrainConfig
         from gti_nb.vocabulary import NewRows
 
-        config, sids = run.config, run.sids()
+        config, sids, items = run.config, run.sids(), run.dataset().items
         lm = run.rows(arm, "init").apply(*run.base())
-        examples = grounding_examples(lm.tokenizer, run.dataset().items, sids, templates=config.grounding_templates)
-        asked = [e for e in examples if e.kind == "text_to_sid"]
-        probe = asked[::max(1, len(asked) // 200)]
-        before = sid_accuracy(lm, probe, sids)
+        ask = {"directions": config.grounding_directions, "templates": config.grounding_templates}
+        examples = grounding_examples(lm.tokenizer, items, sids, **ask)
+        sample = grounding_examples(lm.tokenizer, items[::max(1, len(items) // config.grounding_probe_items)], sids, **ask)
         history = ground(lm, examples, TrainConfig(
             steps=config.grounding_steps, batch_size=config.grounding_batch_size, seed=config.seed,
             micro_batch_size=config.micro_batch_size, learning_rate=config.grounding_learning_rate,
-            weight_decay=config.grounding_weight_decay), folder, f"ground-{arm}")
+            weight_decay=config.grounding_weight_decay), folder, f"ground-{arm}", config.grounding_engine, config.grounding_pull,
+            lambda lm: grounding_accuracy(lm, sample, sids, config.micro_batch_size), config.grounding_moments)
         history.to_csv(folder / "history.csv", index=False)
         NewRows.of(lm, config.language_model).save(folder / "rows.safetensors")
-        return {"pairs": len(examples), "loss": history.loss.tail(10).mean(), "sid_accuracy_before": before,
-                "sid_accuracy": sid_accuracy(lm, probe, sids), "frozen tensors": "bit-identical"}
+        probed = probes(folder)
+        probed.to_csv(folder / "probes.csv", index=False)
+        return {"pairs": len(examples), "loss": history.loss.tail(10).mean(), "before": probed.iloc[0].to_dict(),
+                "after": probed.iloc[-1].to_dict(), "frozen tensors": "bit-identical"}
     return work
 
 # %% ../nbs/13_pipeline.ipynb #8462e026
@@ -425,7 +456,7 @@ def test_users(self: Run) -> pd.DataFrame:
 def _evaluate(arm: str):
     def work(run: Run, folder: Path) -> dict:
         from gti_nb.decoding import beam_search
-        from gti_nb.evaluation import to_items
+        from gti_nb.evaluation import beam_predictions
         from gti_nb.prompts import retrieval_example
         from gti_nb.sft import load_model
 
@@ -434,7 +465,7 @@ def _evaluate(arm: str):
         prompts = [list(retrieval_example(lm.tokenizer, sids, h, max_history=config.max_history).prompt_ids) for h in users.history]
         found = beam_search(lm, prompts, sids, config.beams, config.micro_batch_size, label=f"evaluate-{arm}")
         _check_beams(found, sids)
-        return _save_predictions(run, folder, to_items(found.codes, found.scores, sids, config.beams))
+        return _save_predictions(run, folder, beam_predictions(users.user_id.tolist(), found.codes, found.scores, sids, config.beams))
     return work
 
 
@@ -446,30 +477,37 @@ def _check_beams(found, sids):
             raise UserError(f"test user {user}: beams repeat or name no item: this is a bug, please report it")
 
 # %% ../nbs/13_pipeline.ipynb #98c1dee0
-def _save_predictions(run: Run, folder: Path, predictions) -> dict:
-    "Write predictions (user_id, rank, item_id) and the metrics of each user; return their means."
-    from gti_nb.evaluation import rank_metrics
+def _save_predictions(run: Run, folder: Path, predictions: pd.DataFrame) -> dict:
+    "Write predictions (user_id, rank, item_id, score) and the metrics of each user; return their means."
+    from gti_nb.evaluation import drop_seen, metrics_from_predictions
 
     users = run.test_users()
-    flat = [(u, rank, item) for u, items in zip(users.user_id, predictions) for rank, item in enumerate(items, 1)]
+    if run.config.drop_seen:
+        predictions = drop_seen(predictions, users)
     with atomic_path(folder / "predictions.parquet") as temporary:
-        pd.DataFrame(flat, columns=["user_id", "rank", "item_id"]).to_parquet(temporary, index=False)
-    per_user = rank_metrics(predictions, users.target.tolist(), run.config.ks)
+        predictions.to_parquet(temporary, index=False)
+    per_user = metrics_from_predictions(predictions, users, run.config.ks)
     with atomic_path(folder / "per_user.parquet") as temporary:
-        per_user.to_parquet(temporary, index=False)
+        per_user.to_parquet(temporary)
     return {"users": len(users), **per_user.mean().to_dict()}
 
-# %% ../nbs/13_pipeline.ipynb #47602408
+# %% ../nbs/13_pipeline.ipynb #fa8ad22f
 def _floor(kind: str):
     def work(run: Run, folder: Path) -> dict:
-        from gti_nb.evaluation import popularity, random_ranking
+        from gti_nb.evaluation import history_vectors, nearest_items, popularity, predictions_table, random_ranking, repeat_last
 
-        dataset, beams, rng = run.dataset(), run.config.beams, np.random.default_rng(run.config.seed)
+        dataset, beams, users = run.dataset(), run.config.beams, run.test_users()
+        items, rng = dataset.items.item_id.tolist(), np.random.default_rng(run.config.seed)
         if kind == "popularity":
-            predictions = [popularity(leave_one_out(dataset).train, beams)] * len(run.test_users())
+            lists = [popularity(leave_one_out(dataset).train, beams)] * len(users)
+        elif kind == "random":
+            lists = [random_ranking(items, beams, rng) for _ in range(len(users))]
+        elif kind == "repeat_last":
+            lists = [repeat_last(history, beams) for history in users.history]
         else:
-            predictions = [random_ranking(dataset.items.item_id.tolist(), beams, rng) for _ in range(len(run.test_users()))]
-        return _save_predictions(run, folder, predictions)
+            vectors = run.vectors()
+            lists = nearest_items(history_vectors(users.history.tolist(), items, vectors), items, vectors, beams)
+        return _save_predictions(run, folder, predictions_table(users.user_id.tolist(), lists))
     return work
 
 # %% ../nbs/13_pipeline.ipynb #5fd38ebc
@@ -487,8 +525,8 @@ def _geometry(run: Run, folder: Path) -> dict:
     model, tokenizer = run.base()
     base = model.get_input_embeddings().weight[:len(tokenizer)].detach()
     codebooks = np.asarray(RQVAE.load(run.folder("rqvae") / "rqvae.safetensors").codebooks.detach().cpu())
-    flat = codebooks.reshape(-1, codebooks.shape[-1])
-    return {f"{arm}, {moment}": geometry_report(rows, base) | {"rsa_pearson": rsa(rows, flat)}
+    flat = codebooks.reshape(-1, codebooks.shape[-1])  # an extra level has no codebook: its rows come last and are left out
+    return {f"{arm}, {moment}": geometry_report(rows, base) | {"rsa_pearson": rsa(rows[:len(flat)], flat)}
             for arm, moment in run.moments() for rows in [run.rows(arm, moment).rows]}
 
 
@@ -500,14 +538,13 @@ def per_user(self: Run) -> dict:
 
 
 def _comparison(run: Run, folder: Path) -> dict:
-    from gti_nb.evaluation import paired_difference, summarize
+    from gti_nb.evaluation import compare, summarize
 
     tables, first, seed, n = run.per_user(), next(iter(run.config.arms)), run.config.seed, run.config.n_bootstrap
     summary = summarize(tables, n, seed)
     summary.to_csv(folder / "summary.csv", index=False)
-    differences = [{"arm": arm, "against": first, "metric": metric, **paired_difference(tables[arm], tables[first], metric, n, seed)}
-                   for arm in run.config.arms if arm != first for metric in tables[first].columns]
-    return {"summary": summary.to_dict("records"), "paired_differences": differences}
+    differences = compare({arm: tables[arm] for arm in run.config.arms}, first, n, seed)
+    return {"summary": summary.to_dict("records"), "paired_differences": differences.astype(object).where(differences.notna(), None).to_dict("records")}
 
 # %% ../nbs/13_pipeline.ipynb #7d798968
 TRAINING = ("seed", "device", "micro_batch_size", "language_model", "dtype")
@@ -518,10 +555,10 @@ def plan_stages(config: RunConfig) -> list[Stage]:
     stages = [
         Stage("data", _data, reads=("data", "min_rating", "max_items")),
         Stage("encode", _encode, ("data",), ("encoder",)),
-        Stage("rqvae", _rqvae, ("encode",), ("levels", "codebook_size", "rqvae_steps", "seed", "device")),
-        Stage("semantic_ids", _semantic_ids, ("data", "encode", "rqvae"), ()),
+        Stage("rqvae", _rqvae, ("encode",), ("levels", "codebook_size", "rqvae_steps", "rqvae", "seed", "device")),
+        Stage("semantic_ids", _semantic_ids, ("data", "encode", "rqvae"), ("collisions",)),
     ]
-    evaluation = ("eval_users", "max_history", "beams", "ks")
+    evaluation = ("eval_users", "max_history", "beams", "ks", "drop_seen")
     for arm, settings in config.arms.items():
         before = f"init-{arm}"
         stages.append(Stage(before, _init(arm), ("data", "semantic_ids"), ("seed", "language_model", "dtype"), arm))
@@ -532,7 +569,7 @@ def plan_stages(config: RunConfig) -> list[Stage]:
         reads = tuple(name for name in RunConfig.model_fields if name.startswith(("sft_", "lora_"))) + ("max_history",)
         stages.append(Stage(f"sft-{arm}", _sft(arm), ("data", "semantic_ids", before), TRAINING + reads))
         stages.append(Stage(f"evaluate-{arm}", _evaluate(arm), ("data", "semantic_ids", f"sft-{arm}"), TRAINING + evaluation))
-    stages += [Stage(f"evaluate-{kind}", _floor(kind), ("data",), ("seed", *evaluation)) for kind in FLOORS]
+    stages += [Stage(f"evaluate-{kind}", _floor(kind), ("data", "encode"), ("seed", *evaluation)) for kind in FLOORS]
     rows = tuple(s.name for s in stages if s.name.startswith(("init-", "ground-", "sft-")))
     measured = tuple(s.name for s in stages if s.name.startswith("evaluate-"))
     stages.append(Stage("geometry", _geometry, ("rqvae", *rows), ("language_model", "dtype")))

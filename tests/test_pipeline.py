@@ -17,7 +17,7 @@ from conftest import BIN, ROOT, SHARED
 from gti_nb.core import read_json
 from gti_nb.data import leave_one_out, load_dataset
 from gti_nb.explore import open_run
-from gti_nb.pipeline import Run, RunConfig, make_config
+from gti_nb.pipeline import FLOORS, Run, RunConfig, make_config
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
 NOTEBOOK = ROOT / "nbs" / "pipelines" / "pipeline.ipynb"
@@ -47,7 +47,7 @@ def test_a_run_leaves_its_record(smoke):
     assert "injected-parameters" in str([c.metadata.get("tags") for c in executed.cells])
     kernel = Path(read_json(run_dir / "metrics.json")["provenance"]["executable"])
     assert kernel.parent == BIN  # the interpreter's own kernel, not another environment's
-    for arm in ("mean", "gti", "popularity", "random"):
+    for arm in ("mean", "gti", *FLOORS):
         assert arm in done.stdout
 
 
