@@ -72,6 +72,7 @@ class RunConfig(BaseModel):
     grounding_pull: float = Field(0.0, ge=0, description="weight of the squared distance of the rows from where they started")
     grounding_moments: int = Field(10, ge=1, description="how often rows are kept and probed while grounding")
     grounding_probe_items: int = Field(50, ge=1, description="items that a probe asks about, spread over the catalogue")
+    grounding_held_out: bool = Field(False, description="leave the probed items out of grounding: does it carry over?")
     sft_steps: int = Field(10, ge=1, description="optimizer steps of fine-tuning")
     sft_batch_size: int = Field(16, ge=1, description="examples per fine-tuning step")
     sft_learning_rate: float = Field(0.001, gt=0, description="peak learning rate of the adapters")
@@ -408,8 +409,10 @@ def _ground(arm: str):
         config, sids, items = run.config, run.sids(), run.dataset().items
         lm = run.rows(arm, "init").apply(*run.base())
         ask = {"directions": config.grounding_directions, "templates": config.grounding_templates}
-        examples = grounding_examples(lm.tokenizer, items, sids, **ask)
-        sample = grounding_examples(lm.tokenizer, items[::max(1, len(items) // config.grounding_probe_items)], sids, **ask)
+        probed_items = items[::max(1, len(items) // config.grounding_probe_items)]
+        sample = grounding_examples(lm.tokenizer, probed_items, sids, **ask)
+        taught = items.drop(probed_items.index) if config.grounding_held_out else items
+        examples = grounding_examples(lm.tokenizer, taught, sids, **ask)
         history = ground(lm, examples, TrainConfig(
             steps=config.grounding_steps, batch_size=config.grounding_batch_size, seed=config.seed,
             micro_batch_size=config.micro_batch_size, learning_rate=config.grounding_learning_rate,

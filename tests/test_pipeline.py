@@ -17,7 +17,7 @@ from conftest import BIN, ROOT, SHARED
 from gti_nb.core import read_json
 from gti_nb.data import leave_one_out, load_dataset
 from gti_nb.explore import open_run
-from gti_nb.pipeline import FLOORS, Run, RunConfig, make_config
+from gti_nb.pipeline import FLOORS, Run, RunConfig, load_config, make_config, preflight, run_stage
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
 NOTEBOOK = ROOT / "nbs" / "pipelines" / "pipeline.ipynb"
@@ -49,6 +49,23 @@ def test_a_run_leaves_its_record(smoke):
     assert kernel.parent == BIN  # the interpreter's own kernel, not another environment's
     for arm in ("mean", "gti", *FLOORS):
         assert arm in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_could_start(path):
+    preflight(load_config(path))
+
+
+def test_held_out_items_are_not_taught(tmp_path):
+    pairs = {}
+    for held_out in (False, True):
+        values = {"run_dir": str(tmp_path / str(held_out)), "grounding_held_out": held_out, "grounding_probe_items": 20,
+                  "grounding_steps": 2, "rqvae_steps": 5}
+        run = Run(make_config(values))
+        for stage in ("data", "encode", "rqvae", "semantic_ids", "init-gti", "ground-gti"):
+            run_stage(run, stage)
+        pairs[held_out] = run.metrics("ground-gti")["pairs"]
+    assert pairs[True] == pairs[False] * 2 / 3  # every third of 60 items is probed
 
 
 def test_the_report_needs_neither_kernel_nor_net(smoke):
