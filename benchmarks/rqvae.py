@@ -176,8 +176,8 @@ def catalogue(folder: Path, quick: bool) -> dict:
     return result | {"shuffled_neighbour_auc": neighbour_auc(vectors, ours.permuted(0).codes)}
 
 
-# Chosen on this catalogue for few collisions; the seed is not.
-CATALOGUE = RQVAEConfig(levels=3, codebook_size=256, hidden=(512, 256), code_dim=8, steps=1500)
+# Chosen on this catalogue for few collisions (longer training has more, and loses less variance); the seed is not chosen.
+CATALOGUE = RQVAEConfig(levels=3, codebook_size=256, hidden=(512, 256), code_dim=8, balanced_levels=(-1,), steps=800)
 
 
 def main():
