@@ -317,9 +317,10 @@ def _rqvae(run: Run, folder: Path) -> dict:
     model.save(folder / "rqvae.safetensors")
     history.to_csv(folder / "history.csv", index=False)
     began = time.perf_counter()
-    report = quality_report(model.encode(vectors), config.codebook_size)
+    codes = model.encode(vectors)
     print(f"rqvae: quantized {len(vectors) / (time.perf_counter() - began):,.0f} items a second", flush=True)
-    return {"kept_step": int(history.step[history.lost.idxmin()]), "reconstruction": model.reconstruction_error(vectors),
+    report = quality_report(codes, config.codebook_size)
+    return {"kept_step": int(history.step[history.lost.idxmin()]), "reconstruction": model.reconstruction_error(vectors, codes),
             "used": report.used.tolist(), "perplexity": report.perplexity.tolist(), **report.attrs}
 
 # %% ../nbs/13_pipeline.ipynb #b759e9c2
@@ -572,7 +573,9 @@ def plan_stages(config: RunConfig) -> list[Stage]:
         reads = tuple(name for name in RunConfig.model_fields if name.startswith(("sft_", "lora_"))) + ("max_history",)
         stages.append(Stage(f"sft-{arm}", _sft(arm), ("data", "semantic_ids", before), TRAINING + reads))
         stages.append(Stage(f"evaluate-{arm}", _evaluate(arm), ("data", "semantic_ids", f"sft-{arm}"), TRAINING + evaluation))
-    stages += [Stage(f"evaluate-{kind}", _floor(kind), ("data", "encode"), ("seed", *evaluation)) for kind in FLOORS]
+    for kind in FLOORS:
+        uses = ("data", "encode") if kind == "nearest" else ("data",)
+        stages.append(Stage(f"evaluate-{kind}", _floor(kind), uses, ("seed", *evaluation)))
     rows = tuple(s.name for s in stages if s.name.startswith(("init-", "ground-", "sft-")))
     measured = tuple(s.name for s in stages if s.name.startswith("evaluate-"))
     stages.append(Stage("geometry", _geometry, ("rqvae", *rows), ("language_model", "dtype")))

@@ -256,7 +256,7 @@ class _Training:
     "A training of an RQ-VAE on `data` (float32 [n, width] on its device), and where it stands."
 
     def __init__(self, data, config: RQVAEConfig):
-        self.data, self.config, self.done, self.history, self.best = data, config, 0, [], None
+        self.data, self.config, self.done, self.history, self.best, self.hash = data, config, 0, [], None, None
         self.every = math.ceil(config.steps / 50)
         seen = torch.randperm(len(data), generator=_generator(config.seed, 0))[: 2**16]
         self.seen = seen.sort().values.to(data.device)
@@ -339,7 +339,9 @@ def save(self: _Training, path):
 @patch
 def of(self: _Training) -> str:
     "A hash of the data and the settings: a checkpoint of another training must not be taken for one of this."
-    return content_hash(self.data.cpu().numpy(), self.config.model_dump(mode="json"))
+    if self.hash is None:  # once: the data may be large, and checkpoints are many
+        self.hash = content_hash(self.data.cpu().numpy(), self.config.model_dump(mode="json"))
+    return self.hash
 
 # %% ../nbs/02b_rqvae.ipynb #c555ad77
 @patch
