@@ -8,6 +8,9 @@ on this machine. Against `SplitEngine` without kept prefixes and with them:
 1. `masked`: Algorithm 1 of the paper, a dense masked gradient and an optimizer over the whole matrix;
 2. `peft`: TrainableTokens on the model with the same tokens, by the model's own loss.
 
+These two have the attention of transformers that is the faster one to train with on a CPU, "eager"; the split engine has
+the one that `load_base` chooses.
+
 All get the same batches, padded alike, in the same dtype, and take turns in one process; a ratio is the median over the
 turns of what two took for the same batch. Once with the films' own descriptions, once with descriptions twice to three times as long,
 and once with both directions mixed. New rows start at the mean, as in the paper. Besides: the largest difference of a gradient in float32; bytes of training state;
@@ -81,6 +84,8 @@ def contenders(lm, examples) -> dict:
     "The four, each with rows of its own, after a first small step that allocates what they need."
     masked, split, kept = MaskedEngine(lm), SplitEngine(copy.deepcopy(lm), budget_bytes=0), SplitEngine(copy.deepcopy(lm))
     peer = peft_model(lm)
+    for model in (masked.model, peer.base_model.model):
+        model.set_attn_implementation("eager")
     found = {name: Contender(engine, lambda batch, engine=engine: engine.token_losses(**batch).mean())
              for name, engine in (("masked", masked), ("split", split), ("kept", kept))}
     found["peft"] = Contender(peer, lambda batch: peer(**batch).loss)

@@ -390,6 +390,51 @@ def _converted_gguf(file: Path) -> Path:
         tokenizer.save_pretrained(temporary)
     return folder
 
+# %% ../nbs/04_vocabulary.ipynb #cb9ece47
+class _GroupedAttention(torch.autograd.Function):
+    "softmax(Q K^T) V of grouped heads: query `[B, G*H, T, D]` (scaled), key and value `[B, H, S, D]`, mask `[B, 1, T, S]` -> `[B, T, G*H, D]`."
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        batch, heads, length, _ = key.shape
+        rows = query.reshape(batch, heads, -1, query.shape[-1])
+        scores = (rows @ key.mT).view(batch, heads, -1, query.shape[2], length)
+        scores = scores if mask is None else scores + mask[:, :, None]
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype).flatten(2, 3)
+        out = weights @ value
+        ctx.save_for_backward(rows, key, value, weights, out)
+        return out.view(query.shape).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, key, value, weights, out = ctx.saved_tensors
+        batch, own, _, dim = grad.shape
+        grad = grad.transpose(1, 2).reshape(rows.shape)
+        inner = (grad @ value.mT).float() - (grad.float() * out.float()).sum(-1, keepdim=True)
+        d_scores = (weights * inner).to(rows.dtype)
+        d_key, d_value = (F.pad(part[..., -own:].mT @ by, (0, 0, key.shape[2] - own, 0))
+                          for part, by in ((d_scores, rows), (weights, grad)))
+        return (d_scores @ key).view(batch, -1, own, dim), d_key, d_value, None
+
+# %% ../nbs/04_vocabulary.ipynb #70477aae
+def _grouped(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    "`_GroupedAttention` as transformers calls an attention."
+    return _GroupedAttention.apply(query * scaling, key, value, attention_mask), None
+
+
+def _attention(config, device) -> str:
+    "Name of the attention for a model of `config`: PyTorch's fused one takes longer backward on a CPU than the rest of the model."
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    if device.type != "cpu":
+        return "sdpa"
+    if config.model_type not in ("llama", "qwen2", "qwen3") or config.attention_dropout:
+        return "eager"  # others may cap scores, add sinks, or something new
+    AttentionInterface.register("grouped", _grouped)
+    AttentionMaskInterface.register("grouped", eager_mask)
+    return "grouped"
+
 # %% ../nbs/04_vocabulary.ipynb #ee469296
 def load_base(name: str = "embedded:SmolLM2-135M-Instruct", device="auto", dtype: str = "auto"):
     """The causal language model called `name` and its tokenizer.
@@ -408,15 +453,14 @@ def load_base(name: str = "embedded:SmolLM2-135M-Instruct", device="auto", dtype
         able = (torch.cuda.is_bf16_supported() if device.type == "cuda"
                 else any(torch.cpu.get_capabilities().get(k) for k in ("amx_bf16", "avx512_bf16")))
         dtype = "bfloat16" if able else "float32"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        # on a CPU, the backward pass of the fused attention takes longer than the rest of the model
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype),
-                                                     attn_implementation="eager" if device.type == "cpu" else "sdpa")
+                                                     attn_implementation=_attention(AutoConfig.from_pretrained(source), device))
     except OSError as error:
         raise UserError(f"the language model {name!r} can't be loaded ({str(error).splitlines()[0]}): give an embedded one "
                         f"({', '.join('embedded:' + k for k in EMBEDDED_MODELS)}), the path of a local folder, "

@@ -16,7 +16,7 @@ from gti_nb.decoding import beam_search, free_search
 from gti_nb.initializers import extend
 from gti_nb.prompts import retrieval_example
 from gti_nb.semantic_ids import SemanticIds
-from gti_nb.vocabulary import ExtendedLM, load_base, tiny_model
+from gti_nb.vocabulary import ExtendedLM, _attention, load_base, tiny_model
 
 PINNED = dict(do_sample=False, length_penalty=0.0, early_stopping=False, repetition_penalty=1.0, eos_token_id=None)
 
@@ -111,10 +111,11 @@ def test_the_comparison_can_fail():
     assert_same(ids[[1, 0, 2]], np.array([-1, -1, -3.0]), ids, np.array([-1, -1, -3.0]))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_both_attention_implementations_take_the_tree(attention):
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "grouped"])
+def test_attention_implementations_take_the_tree(attention):
     sids = catalogue(4)
     lm = extended(sids)
+    assert _attention(lm.model.config, lm.device) == "grouped"  # and registered
     lm.model.set_attn_implementation(attention)
     assert decoding._reader(lm) is decoding._Tree
     compare(lm, sids, some_prompts(lm), 10)

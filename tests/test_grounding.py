@@ -20,7 +20,7 @@ from gti_nb.prompts import TEXT_TO_SID, collate, grounding_examples
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.sft import add_lora
 from gti_nb.training import TrainConfig, trainable
-from gti_nb.vocabulary import tiny_model
+from gti_nb.vocabulary import _attention, tiny_model
 
 ITEMS = pd.DataFrame({"item_id": [str(i) for i in range(12)],
                       "title": [f"The {word} Story" for word in "Toy Long Sad Odd Old New Red Blue Short Last First <a_1>".split()],
@@ -176,6 +176,20 @@ def test_four_bit_weights_repacked_for_inference_are_refused(tmp_path):
     lm = extend(model, tokenizer, catalogue(), initializer="random")
     with pytest.raises(UserError, match="load the base model again"):
         ground(lm, examples_of(lm), STEPS, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_grouped_attention_gives_what_transformers_gives(tied):
+    "The attention of models on a CPU, behind a cache and without one."
+    lm = model_of(tied=tied)
+    examples = examples_of(lm)
+    batch = collate(examples[5:37], lm.tokenizer.pad_token_id)
+    lm.model.set_attn_implementation("eager")
+    plain = by_mask(lm, batch)
+    lm.model.set_attn_implementation(_attention(lm.model.config, lm.device))
+    assert lm.model.config._attn_implementation == "grouped"
+    for found in (by_mask(lm, batch), by_split(lm, batch), by_split(lm, batch, kept=examples)):
+        assert_same(plain, found)
 
 
 def test_dropout_is_off():
