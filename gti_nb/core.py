@@ -175,14 +175,14 @@ def seed_everything(seed: int):
 class Progress:
     """Progress of a long piece of work: `with Progress("train", 100) as p: p.update(loss=1.2)`.
 
-    `label` names the work, `total` is the number of updates to come, `start` how many are done already.
+    `label` names the work (an empty one shows nothing), `total` is the number of updates to come, `start` how many are done already.
     Values given to `update` are shown beside the count. As lines, at most one every `every` seconds is printed."""
 
     def __init__(self, label: str, total: int, start: int = 0, every: float = 5.0):
         self.label, self.total, self.done, self.every = label, total, start, every
         self.start, self.began, self.spoke, self.values = start, time.monotonic(), time.monotonic(), {}
         style = os.environ.get("GTI_PROGRESS") or ("bar" if sys.stdout.isatty() or "ipykernel" in sys.modules else "lines")
-        self.style, self.bar, self.handle = style, None, None
+        self.style, self.bar, self.handle = style if label else "none", None, None
 
     def __enter__(self):
         if self.style == "bar" and "ipykernel" in sys.modules:

@@ -24,8 +24,8 @@ from torch import nn
 from .core import Progress, UserError, atomic_path, content_hash
 from .geometry import effective_rank, mean_cosine, norm_ratio
 from .prompts import collate
-from .training import TrainConfig, batch_indices, fit, trainable
-from .vocabulary import ExtendedLM
+from .training import TrainConfig, batch_indices, buckets, fit, spread_steps, trainable
+from .vocabulary import ExtendedLM, check_packing
 
 # %% ../nbs/09_grounding.ipynb #2c6d6c75
 class Engine(nn.Module):
@@ -38,9 +38,7 @@ class Engine(nn.Module):
         super().__init__()
         if set(trainable(lm)) - {"new_rows", "head_rows"}:
             raise UserError("more than the new rows can train: ground before adapters are added")
-        for module in lm.modules():  # a model that was evaluated on a CPU before it was extended
-            if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
-                raise UserError("the 4-bit weights were repacked for inference and give no gradients: load the base model again")
+        check_packing(lm)
         self.tokenizer, self.device, self.pull = lm.tokenizer, lm.device, pull
         self.initial = [r.detach().clone() for r in (lm.new_rows, lm.head_rows) if r is not None]
 
@@ -145,17 +143,6 @@ class Prefix:
     base_lse: torch.Tensor | None = None
 
 
-def _buckets(lengths, price: int = 128) -> list:
-    """Positions in groups, the longest first: a group ends where going on without it spares more padding than another run of
-    the model costs, about as much as `price` tokens (measured on a CPU)."""
-    groups, order = [], sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    for done, position in enumerate(order):
-        if not groups or (lengths[groups[-1][0]] - lengths[position]) * (len(order) - done) > price:
-            groups.append([])
-        groups[-1].append(position)
-    return groups
-
-
 def _common_length(rows) -> int:
     "How many tokens all `rows` (tuples of ids) begin with, keeping at least one of each for itself."
     low, high = min(rows), max(rows)
@@ -218,7 +205,7 @@ def compute(self: SplitEngine, prefixes) -> list:
     instruction = prefixes[0][:n]
     if n and instruction not in self.instructions:
         self.instructions[instruction] = _stacked(self.run(torch.tensor([instruction], device=self.device))[1])
-    for group in _buckets([len(p) - n for p in prefixes]):
+    for group in buckets([len(p) - n for p in prefixes]):
         rest = [prefixes[i][n:] for i in group]
         shared = self.instructions[instruction].expand(-1, -1, len(group), -1, -1, -1) if n else None
         states, layers = self.run(_padded(rest, 0, self.device), shared)
@@ -281,7 +268,7 @@ def token_losses(self: SplitEngine, input_ids, attention_mask, labels):
     missing = list(dict.fromkeys(prefix for prefix, _, _ in rows if prefix not in self.kept))
     prefixes = self.kept | dict(zip(missing, self.compute(missing) if missing else ()))
     losses = [None] * len(rows)
-    for group in _buckets([len(targets) for _, _, targets in rows]):
+    for group in buckets([len(targets) for _, _, targets in rows]):
         own, targets = [prefixes[rows[i][0]] for i in group], _padded([rows[i][2] for i in group], -100, self.device)
         found, supervised = torch.zeros(targets.shape, device=self.device), targets != -100
         found[:, 0] = self.first_losses(own, targets[:, 0])
@@ -378,10 +365,8 @@ def probes(folder) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 # %% ../nbs/09_grounding.ipynb #98ce2174
-def _observer(engine, folder, steps: int, moments: int, probe):
-    "What `fit` calls after each step: at step 0, at the last and at `moments` - 1 between them, it measures and keeps the rows."
-    chosen = set(np.linspace(0, steps, moments + 1).round().astype(int).tolist())
-
+def _observer(engine, folder, chosen: set, probe):
+    "What `fit` calls after each step: at those `chosen`, it measures and keeps the rows."
     def observe(step):
         if step in chosen:
             engine.write_rows()
@@ -416,8 +401,9 @@ def ground(lm: ExtendedLM, examples, config: TrainConfig, folder, label: str = "
     before = frozen_hash(model, new_ids)
     if engine == "split":
         print(f"{label}: {trainer.keep(_worth_keeping(examples, config))}", flush=True)
-    observe = _observer(trainer, folder, config.steps, moments, probe)
-    history = fit(trainer, examples, config, folder, label, token_losses=type(trainer).token_losses, observe=observe)
+    observe = _observer(trainer, folder, spread_steps(config.steps, moments), probe)
+    groups = [dict(params=list(trainable(trainer).values()), weight_decay=config.weight_decay)]
+    history = fit(trainer, examples, config, folder, label, groups, type(trainer).token_losses, observe)
     trainer.write_rows()
     if frozen_hash(model, new_ids) != before:
         raise UserError(f"{label}: old rows have changed: under the masked engine weight decay does that, so set it to 0 or use "

@@ -4,7 +4,8 @@ import pytest
 
 from conftest import ROOT
 from gti_nb.core import read_json
-from gti_nb.pipeline import Run, load_config
+from gti_nb.config import load_config
+from gti_nb.stages import Run
 
 
 @pytest.fixture(scope="module")

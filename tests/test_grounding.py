@@ -18,7 +18,7 @@ from gti_nb.grounding import (MaskedEngine, SplitEngine, _worth_keeping, frozen_
 from gti_nb.initializers import extend
 from gti_nb.prompts import TEXT_TO_SID, collate, grounding_examples
 from gti_nb.semantic_ids import SemanticIds
-from gti_nb.sft import add_lora
+from gti_nb.sft import prepare
 from gti_nb.training import TrainConfig, trainable
 from gti_nb.vocabulary import _attention, tiny_model
 
@@ -360,7 +360,7 @@ def test_no_movement_is_an_error(tmp_path):
 @pytest.mark.parametrize("engine", ["split", "masked"])
 def test_adapters_are_refused(tmp_path, engine):
     lm = model_of()
-    add_lora(lm)
+    prepare(lm)
     with pytest.raises(UserError, match="ground before adapters are added"):
         ground(lm, examples_of(lm), STEPS, tmp_path, engine=engine)
 

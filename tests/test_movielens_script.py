@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent.parent / "data_scripts" / "movielens.py"
 
 
 def run(*arguments, prelude=""):
-    code = f"{prelude}\nimport runpy, sys\nsys.argv = {[str(SCRIPT), *map(str, arguments)]!r}\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    code = f"{prelude}\nimport runpy, sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nsys.argv = {[str(SCRIPT), *map(str, arguments)]!r}\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 

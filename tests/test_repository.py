@@ -80,7 +80,7 @@ def test_settings_agree():
 @pytest.mark.parametrize("old, new", [
     ("version = 0.1.0", "version = 9.9.9"), ("numpy>=2", "numpy>=1"), ("    gguf>=0.19\n", ""), ("pytest>=9", "pytest>=8"),
     ("tst_flags = notest slow gpu", "tst_flags = notest"), ("= tags", "= tags hide"), ("min_python = 3.11", "min_python = 3.10"),
-    ("gti=gti_nb.pipeline:main", "gti=gti_nb.pipeline:run"), ("update_pyproject = False", "update_pyproject = True"),
+    ("gti=gti_nb.cli:main", "gti=gti_nb.cli:run"), ("update_pyproject = False", "update_pyproject = True"),
     ("clear_all = False", "clear_all = True"), ("status = 3", "status = 4"), ("embeddings\n", "vectors\n"),
 ])
 def test_a_difference_in_settings_is_seen(old, new):

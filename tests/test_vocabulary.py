@@ -16,7 +16,7 @@ from gti_nb.data import load_dataset
 from gti_nb.initializers import INITIALIZERS, extend, initial_rows
 from gti_nb.prompts import grounding_examples, render
 from gti_nb.semantic_ids import SemanticIds
-from gti_nb.sft import LoraSettings, add_lora
+from gti_nb.sft import SFTSettings, prepare
 from gti_nb.vocabulary import ExtendedLM, NewRows, add_tokens, base_hash, load_base, tiny_model, vocabulary_table
 
 MANY = [f"<{letter}_{k}>" for letter in "abc" for k in range(8192)]
@@ -147,7 +147,7 @@ def test_export_with_adapters(tied, tmp_path):
     lm = extended(50, tied)
     ids = torch.tensor([lm.tokenizer("A comedy <a_0>")["input_ids"]])
     plain = live_logits(lm, ids)
-    add_lora(lm, LoraSettings(r=4))
+    prepare(lm, SFTSettings(r=4))
     for name, parameter in lm.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.05)

@@ -1,0 +1,134 @@
+"Arms, modes and protocols through the stages of small runs, in one process and in two."
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from gti_nb.config import FLOORS, make_config
+from gti_nb.core import read_json
+from gti_nb.stages import Run, run_stage
+
+SIZES = {"max_items": 30, "codebook_size": 6, "eval_users": 20, "rqvae_steps": 20, "grounding_steps": 4, "sft_steps": 3,
+         "grounding_moments": 2, "grounding_probe_items": 5, "micro_batch_size": 8, "n_bootstrap": 100}
+ARMS = {
+    "mean": {}, "random_rows": {"initializer": "random"}, "lc_rec": {"tasks": "multitask"}, "gti": {"grounding": True},
+    "gti_multitask": {"grounding": True, "tasks": "multitask"}, "gti_warm": {"initializer": "description_mean", "grounding": True},
+    "equal_compute": {"equal_compute": True}, "shuffled": {"grounding": True, "shuffled_sids": True},
+}
+
+
+def finished(folder, **values):
+    run = Run(make_config({**SIZES, "run_dir": str(folder), **values}))
+    for name in run.stages:
+        run_stage(run, name)
+    return run
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory):
+    "A run with every arm of the paper and both controls, asked in all wordings."
+    return finished(tmp_path_factory.mktemp("arms"), arms=ARMS, eval_prompts=3, sft_validate_every=2)
+
+
+def test_every_arm_ends_in_one_table(arms):
+    summary = pd.read_csv(arms.folder("comparison") / "summary.csv")
+    assert summary.arm.unique().tolist() == [*ARMS, *FLOORS]
+    assert (summary.runs[summary.arm.isin(ARMS)] == 3).all() and (summary.lowest <= summary.highest).all()
+    assert {row["arm"] for row in arms.metrics("comparison")["paired_differences"]} == set(ARMS) - {"mean"}
+
+
+def test_wordings_are_averaged_within_users(arms):
+    predictions = pd.read_parquet(arms.folder("evaluate-gti") / "predictions.parquet")
+    users, by_hand = arms.test_users(), []
+    for prompt in range(3):
+        lists = predictions[predictions.prompt == prompt].sort_values("rank").groupby("user_id").item_id.agg(list)
+        by_hand.append(np.mean([target in lists[user][:10] for user, target in zip(users.user_id, users.target)]))
+    assert arms.metrics("evaluate-gti")["recall@10"] == pytest.approx(np.mean(by_hand))
+    assert not predictions[predictions.prompt == 0].drop(columns="prompt").reset_index(drop=True).equals(
+        predictions[predictions.prompt == 1].drop(columns="prompt").reset_index(drop=True))
+
+
+def test_mixtures_are_counted(arms):
+    vanilla, many = arms.metrics("sft-mean"), arms.metrics("sft-lc_rec")
+    assert set(vanilla["tasks"]) == {"next_item"} and len(many["tasks"]) == 9
+    assert many["examples"] == sum(many["tasks"].values()) > vanilla["examples"] == vanilla["tasks"]["next_item"]
+    events = sum(len(items) - 1 for items in arms.splits().train.values() if items)
+    assert vanilla["examples"] == events
+
+
+def test_equal_compute_adds_the_tokens_of_grounding(arms):
+    from gti_nb.training import batch_indices
+
+    tokenizer = arms.rows("gti", "init").apply(*arms.base()).tokenizer
+    pairs, (examples, _) = arms.pairs("gti", tokenizer)[0], arms.examples("gti", tokenizer)
+    tokens = sum(len(pairs[i]) for step in range(4) for i in batch_indices(len(pairs), step, 16, 0))
+    per_step = 16 * np.mean([len(examples[i]) for i in range(len(examples))])
+    extra = arms.metrics("sft-equal_compute")["extra_steps"]
+    assert extra == arms.metrics("sft-equal_compute")["steps"] - 3 >= 1 and extra == pytest.approx(tokens / per_step, abs=0.6)
+    assert arms.metrics("sft-gti")["extra_steps"] == 0
+
+
+def test_shuffled_sids_deal_the_same_sids_to_other_items(arms):
+    plain, shuffled = arms.sids("gti"), arms.sids("shuffled")
+    assert sorted(map(tuple, plain.codes)) == sorted(map(tuple, shuffled.codes)) and plain.item_ids == shuffled.item_ids
+    assert (plain.codes != shuffled.codes).any(1).mean() > 0.8
+
+
+def test_the_model_is_heard(arms):
+    said = read_json(arms.folder("sft-gti") / "said.json")
+    assert sorted({row["step"] for row in said}) == [0, 2, 3] and all(row["prompt"] and "answer" in row for row in said)
+
+
+def test_the_best_state_by_validation_is_kept(arms):
+    history = arms.history("sft-gti")
+    assert history.validation.notna().tolist() == [False, True, True]
+
+
+def test_a_finished_stage_leaves_no_checkpoint(arms):
+    assert not [path for path in arms.path.rglob("*.safetensors") if path.name.startswith(("checkpoint", "best"))]
+
+
+# --- several processes ---------------------------------------------------------------------------------------------------
+
+def test_two_processes_end_like_one(tmp_path):
+    values = {"arms": {"mean": {}, "gti": {"grounding": True}}, "lora_dropout": 0.0, "dtype": "float32", "eval_users": 11}
+    one, two = (finished(tmp_path / str(n), processes=n, **values) for n in (1, 2))
+    for stage in ("ground-gti", "sft-mean", "sft-gti"):
+        a, b = one.history(stage), two.history(stage)
+        pd.testing.assert_frame_equal(a, b, rtol=1e-4, atol=1e-5)
+    for arm in ("mean", "gti"):
+        a, b = (pd.read_parquet(run.folder(f"evaluate-{arm}") / "predictions.parquet") for run in (one, two))
+        assert a.user_id.tolist() == b.user_id.tolist() and set(b.user_id) == set(two.test_users().user_id)
+        assert (a.item_id == b.item_id).mean() > 0.95  # the same but for near ties
+    assert len(list(two.path.rglob("part-*.parquet"))) == 4
+
+
+# --- modes ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values", [
+    {"sft_mode": "full"}, {"sft_mode": "full", "sft_base_rows": True}, {"sft_base_rows": True},
+    {"align_steps": 2}, {"sft_mode": "qlora", "dtype": "bfloat16"}, {"gradient_checkpointing": True}], ids=lambda values: ", ".join(f"{k}={v}" for k, v in values.items()))
+def test_modes(tmp_path, values):
+    run = finished(tmp_path, arms={"gti": {"grounding": True}}, **values)
+    assert len(run.history("sft-gti")) == 3 and (run.folder("sft-gti") / "align").exists() == ("align_steps" in values)
+    assert np.isfinite(run.metrics("evaluate-gti")["recall@10"])
+
+
+# --- the graded protocol -------------------------------------------------------------------------------------------------
+
+def test_graded_retrieval(tmp_path):
+    values = {"protocol": "graded", "graded_pool": 20, "min_rating": 0, "max_items": 200, "eval_users": 6, "ks": [5, 10, 20],
+              "arms": {"mean": {}, "gti": {"grounding": True}}}
+    run = finished(tmp_path, **values)
+    task = run.graded()
+    assert len(task.queries) == 6 == run.metrics("evaluate-gti")["users"]
+    pools = task.pools.groupby("query_id").item_id.agg(set)
+    for arm in ("mean", "gti"):
+        predictions = pd.read_parquet(run.folder(f"evaluate-{arm}") / "predictions.parquet")
+        assert predictions.groupby("user_id").item_id.agg(set).to_dict() == pools.to_dict()  # every candidate has its place
+        for criterion in ("precision_good", "precision_good_maybe"):
+            shares = [run.metrics(f"evaluate-{name}")[f"{criterion}@20"] for name in (arm, *FLOORS)]
+            assert np.ptp(shares) == pytest.approx(0)  # with the whole pool taken, all agree
+    assert run.metrics("sft-gti")["tasks"]["query"] == len(task.asked) > 0
+    trained = {(user, item) for user, items in run.splits().train.items() for item in items}
+    assert not trained & set(task.pools[["query_id", "item_id"]].itertuples(index=False, name=None))
