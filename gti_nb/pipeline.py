@@ -107,10 +107,12 @@ def paper_tables(run: Run) -> dict:
 
     results = run.metrics("comparison")
     summary, differences = (pd.DataFrame(results[name]) for name in ("summary", "paired_differences"))
+    relative = [name for name in differences if name.startswith("relative")]
+    differences[relative] = differences[relative].astype(float)  # what JSON calls null
     found = {}
     for number in (1, 2) if run.config.protocol == "graded" else (3, 4):
         ours = summary if number == 4 else differences
-        if len(ours) and run.config.ks[-1] >= 5:
+        if len(ours) and set(run.config.ks) & {5, 10, 20, 50, 100}:
             found[number] = paper_table(number, ours, Path(run.config.data).name)
     return found
 
