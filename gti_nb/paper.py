@@ -16,10 +16,7 @@ import numpy as np
 import pandas as pd
 
 from .core import COLORS, Progress, UserError
-from .decoding import beam_search
 from .evaluation import KS, hash_order, to_items
-from .prompts import escaper, history_text, render
-from .semantic_ids import SemanticIds
 
 # %% ../nbs/12b_paper.ipynb #09fa3eca
 GRADES = {"good": 2, "maybe": 1, "not": 0}  # a candidate's grade and its gain in the NDCG
@@ -175,6 +172,8 @@ class QueryExamples(Sequence):
     With a column target, the example has its SID as the answer. wording: which of `QUERIES`, by default each in its turn."""
 
     def __init__(self, tokenizer, sids, queries: pd.DataFrame, wording: int = None, max_history: int = 10):
+        from gti_nb.prompts import escaper
+
         self.tokenizer, self.sids, self.queries, self.wording, self.max_history = tokenizer, sids, queries, wording, max_history
         self.escape = escaper(tokenizer)
 
@@ -182,6 +181,8 @@ class QueryExamples(Sequence):
         return len(self.queries)
 
     def __getitem__(self, i: int):
+        from gti_nb.prompts import history_text, render
+
         row, place = self.queries.iloc[i], i if self.wording is None else self.wording
         asked = QUERIES[place % len(QUERIES)].format(text=self.escape(row["text"]),
                                                      history=history_text(self.sids, row["history"], self.max_history))
@@ -192,6 +193,9 @@ def rank_pools(lm, prompts, task: GradedRetrieval, sids, label: str = "pools") -
     """For each query of `task`, the item ids of its pool, the most probable SID first; items with the same SID in `hash_order`.
 
     prompts: token ids, one list a query. Raises `UserError` if a candidate has no SID."""
+    from gti_nb.decoding import beam_search
+    from gti_nb.semantic_ids import SemanticIds
+
     row_of, pools = {item: row for row, item in enumerate(sids.item_ids)}, task.pools.groupby("query_id")["item_id"].agg(list)
     if lacking := [item for pool in pools for item in pool if item not in row_of]:
         raise UserError(f"the candidate {lacking[0]!r} has no semantic ID: quantize all candidates")
