@@ -199,7 +199,6 @@ def task_settings(config: RunConfig, arm: str) -> dict:
 def preflight(config: RunConfig):
     "Raise `UserError` for what would stop the run later: missing input, models that can't be had, sizes that don't fit."
     from gti_nb.encode import ENCODERS
-    from gti_nb.initializers import INITIALIZERS
     from gti_nb.paper import graded_retrieval
     from gti_nb.vocabulary import EMBEDDED_MODELS
 
@@ -220,12 +219,19 @@ def preflight(config: RunConfig):
     resolve_source(config.encoder, "encoder", ENCODERS)
     if config.language_model != "tiny:qwen3":
         resolve_source(config.language_model, "language model", EMBEDDED_MODELS)
+    _check_arms(config)
+
+# %% ../nbs/13a_config.ipynb #36401ca5
+FLOORS = ("popularity", "random", "repeat_last", "nearest")
+
+
+def _check_arms(config: RunConfig):
+    "Raise `UserError` for an arm with a name, an initializer or a mixture that can't be."
+    from gti_nb.initializers import INITIALIZERS
+
     for name, arm in config.arms.items():
         if not name.isidentifier() or name in FLOORS:
             raise UserError(f"the arm name {name!r} can't be used: take letters, digits and underscores, not {' or '.join(FLOORS)}")
         if arm.initializer not in INITIALIZERS:
             raise UserError(f"arm {name}: no initializer is called {arm.initializer!r}: choose one of {', '.join(INITIALIZERS)}")
         task_settings(config, name)
-
-
-FLOORS = ("popularity", "random", "repeat_last", "nearest")

@@ -292,7 +292,7 @@ def open_run(run_dir, finished: bool = True) -> Run:
 
     Raises `UserError` if the folder isn't a run, or, with `finished`, if a stage isn't done or its input has changed."""
     path = Path(run_dir).expanduser().resolve()
-    begun = any(path.glob("*/config.json"))
+    begun = (path / "config.json").is_file() or any(path.glob("*/config.json"))
     if not (path / "metrics.json").is_file() and (finished or not begun):
         what = "finished run" if finished else "run"
         raise UserError(f"no {what} in {path} (there is no metrics.json): give the folder of a run, "
@@ -305,4 +305,6 @@ def open_run(run_dir, finished: bool = True) -> Run:
         if finished:
             raise UserError(f"the run in {path} isn't finished, or its input has changed ({', '.join(missing)}): "
                             f"go on with it by gti run CONFIG -p run_dir {path}")
-    return Run(make_config(_part_config(path) | {"run_dir": str(path)}, str(path)))
+    asked = path / "config.json"  # what `gti run` was asked for; other runs only have their stages' parts of it
+    values = read_json(asked) if asked.is_file() else _part_config(path)
+    return Run(make_config(values | {"run_dir": str(path)}, str(path)))

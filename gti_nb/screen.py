@@ -19,7 +19,8 @@ import plotly.graph_objects as go
 
 from .core import COLORS, SIMILARITY_SCALE, UserError, atomic_path, style
 from .explore import block_name
-from .explorer import Explorer, effective_rank_of, moment_name, spread
+from .explorer import Explorer, moment_name, spread
+from .geometry import effective_rank_of
 from .semantic_ids import LEVEL_NAMES
 
 # %% ../nbs/14c_screen.ipynb #4a635bb8

@@ -42,7 +42,7 @@ class Run:
     What a stage left on disk is read back through the methods (`dataset`, `sids`, `history`, ...)."""
 
     def __init__(self, config: RunConfig):
-        self.config, self.path, self._fingerprints = config, Path(config.run_dir), {}
+        self.config, self.path, self._made = config, Path(config.run_dir), {}
         self.stages = {stage.name: stage for stage in plan_stages(config)}
 
     def folder(self, stage: str) -> Path:
@@ -52,22 +52,39 @@ class Run:
 
     def fingerprint(self, name: str) -> str:
         "Hash of what the stage depends on: its parameters, the input's content, and the stages that it uses; made once."
-        if name not in self._fingerprints:
-            self._fingerprints[name] = self._hash_of(self.stages[name])
-        return self._fingerprints[name]
+        return self.once(f"fingerprint {name}", lambda: self._hash_of(self.stages[name]))
 
-    def _hash_of(self, stage: Stage) -> str:
-        values = self.config.model_dump(mode="json", include=set(stage.reads))
-        source = Path(self.config.data)
-        files = sorted(p for p in source.iterdir() if p.is_file()) if stage.name == "data" and source.is_dir() else []
-        arm = self.config.arms[stage.arm].model_dump() if stage.arm else None
-        return content_hash(values, arm, *files, *(self.fingerprint(used) for used in stage.uses))
+    def once(self, name: str, make):
+        "What `make()` returned when it was first asked for under this `name`."
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
 # %% ../nbs/13b_stages.ipynb #a2983ced
 @patch
+def _hash_of(self: Run, stage: Stage) -> str:
+    values = self.config.model_dump(mode="json", include=set(stage.reads))
+    source = Path(self.config.data)
+    files = sorted(p for p in source.iterdir() if p.is_file()) if stage.name == "data" and source.is_dir() else []
+    arm = self.config.arms[stage.arm].model_dump() if stage.arm else None
+    return content_hash(values, arm, *files, *(self.fingerprint(used) for used in stage.uses))
+
+# %% ../nbs/13b_stages.ipynb #6fd96db9
+@patch
 def is_done(self: Run, name: str) -> bool:
     "Whether the stage has been done, with what it depends on now."
-    path = self.folder(name) / "DONE.json"
+    return self._is_current(name, "DONE.json")
+
+
+@patch
+def is_begun(self: Run, name: str) -> bool:
+    "Whether the stage has been begun, and perhaps done, with what it depends on now."
+    return self._is_current(name, "config.json")
+
+
+@patch
+def _is_current(self: Run, name: str, file: str) -> bool:
+    path = self.folder(name) / file
     return path.exists() and read_json(path)["fingerprint"] == self.fingerprint(name)
 
 
@@ -112,19 +129,22 @@ def _stage_config(run: Run, stage: Stage) -> dict:
 def work(config: dict, stage: str) -> dict:
     "What each of several processes does of a stage of the run with this `config`; returns the stage's metrics."
     run = Run(RunConfig(**config))
+    return _alone(run, run.stages[stage])
+
+
+def _alone(run: Run, stage: Stage) -> dict:
     seed_everything(run.config.seed)
-    return run.stages[stage].work(run, run.folder(stage))
+    return stage.work(run, run.folder(stage.name))
 
 
 def _work(run: Run, stage: Stage) -> dict:
     "The stage's metrics, after it has been done by as many processes as the configuration asks for."
     from gti_nb.processes import launch
 
-    config = run.config.model_dump(mode="json")
-    if stage.shared and run.config.processes > 1:
-        return launch("gti_nb.stages:work", {"config": config, "stage": stage.name}, run.config.processes, run.config.device)
-    seed_everything(run.config.seed)
-    return stage.work(run, run.folder(stage.name))
+    if not stage.shared or run.config.processes == 1:
+        return _alone(run, stage)
+    arguments = {"config": run.config.model_dump(mode="json"), "stage": stage.name}
+    return launch("gti_nb.stages:work", arguments, run.config.processes, run.config.device)
 
 
 def _place() -> tuple[int, int]:
@@ -144,7 +164,7 @@ def run_stage(run: Run, name: str) -> dict:
         print(f"{name}: nothing to do, it is done", flush=True)
         return run.metrics(name)
     if (folder / "config.json").exists():
-        if read_json(folder / "config.json")["fingerprint"] == run.fingerprint(name):
+        if run.is_begun(name):
             print(f"{name}: goes on where it was interrupted", flush=True)
             (folder / "DONE.json").unlink(missing_ok=True)
         else:
@@ -214,8 +234,8 @@ def _semantic_ids(run: Run, folder: Path) -> dict:
 # %% ../nbs/13b_stages.ipynb #3507d995
 @patch
 def dataset(self: Run) -> Dataset:
-    "The filtered data set of the run."
-    return load_dataset(self.folder("data") / "dataset")
+    "The filtered data set of the run; read once."
+    return self.once("dataset", lambda: load_dataset(self.folder("data") / "dataset"))
 
 
 @patch
@@ -257,11 +277,11 @@ def graded(self: Run):
 
     if self.config.protocol != "graded":
         return None
-    if "_graded" not in vars(self):
+    def make():
         task = graded_retrieval(self.dataset(), self.config.graded_pool)
         queries = _sample(task.queries, self.config.eval_users, self.config.seed)
-        self._graded = GradedRetrieval(queries, task.pools[task.pools.query_id.isin(queries.query_id)], task.train, task.asked)
-    return self._graded
+        return GradedRetrieval(queries, task.pools[task.pools.query_id.isin(queries.query_id)], task.train, task.asked)
+    return self.once("graded", make)
 
 
 def _sample(rows: pd.DataFrame, n: int, seed: int) -> pd.DataFrame:
@@ -273,10 +293,12 @@ def _sample(rows: pd.DataFrame, n: int, seed: int) -> pd.DataFrame:
 
 @patch
 def splits(self: Run) -> Splits:
-    "What trains, validates and tests. In a graded run the last item of a training sequence validates, and the queries test."
+    "What trains, validates and tests; made once. In a graded run the last item of a training sequence validates, and the queries test."
     task = self.graded()
-    if task is None:
-        return leave_one_out(self.dataset())
+    return self.once("splits", lambda: leave_one_out(self.dataset()) if task is None else _graded_splits(task))
+
+
+def _graded_splits(task) -> Splits:
     long = {user: items for user, items in task.train.items() if len(items) > 2}
     valid = pd.DataFrame([(user, items[:-1], items[-1]) for user, items in long.items()], columns=["user_id", "history", "target"])
     train = task.train | {user: items[:-1] for user, items in long.items()}
@@ -413,9 +435,10 @@ def _listener(run: Run, arm: str, lm, folder: Path, steps: int):
 # %% ../nbs/13b_stages.ipynb #91445b58
 def _validation(run: Run, arm: str, tokenizer):
     "Examples of the users' validation items, if the run validates."
-    config, writer = run.config, run.writer(arm, tokenizer)
+    config = run.config
     if not config.sft_validate_every:
         return None
+    writer = run.writer(arm, tokenizer)
     users = _sample(run.splits().valid, config.sft_validation_users, config.seed)
     return [writer.write("next_item", row.history, row.target) for row in users.itertuples()]
 

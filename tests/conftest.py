@@ -5,11 +5,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 SHARED = ROOT.parent / "shared" / "data"
+
+
+def real_catalogue():
+    "Items and events of a real catalogue that isn't films; skips the test where it isn't there."
+    folder = SHARED / "amazon_industrial"
+    if not folder.is_dir():
+        pytest.skip(f"no real catalogue at {folder}")
+    items = pd.read_csv(folder / "items.csv", dtype=str, keep_default_na=False)
+    events = pd.read_csv(folder / "interactions.csv", dtype={"user_id": str, "item_id": str})
+    return items, events.rename(columns={"position": "timestamp"})
 
 
 @pytest.fixture(scope="session")

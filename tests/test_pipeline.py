@@ -13,7 +13,7 @@ import papermill
 import pytest
 import yaml
 
-from conftest import BIN, ROOT, SHARED
+from conftest import BIN, ROOT, real_catalogue
 from gti_nb.core import UserError, read_json
 from gti_nb.data import leave_one_out, load_dataset
 from gti_nb.explore import open_run
@@ -225,11 +225,7 @@ def test_bad_files_stop_at_once(gti, tmp_path):
 
 
 def test_a_real_catalogue_that_is_not_films():
-    folder = SHARED / "amazon_industrial"
-    if not folder.exists():
-        pytest.skip(f"no real catalogue at {folder}")
-    items = pd.read_csv(folder / "items.csv", dtype=str, keep_default_na=False)
-    events = pd.read_csv(folder / "interactions.csv", dtype={"user_id": str, "item_id": str}).rename(columns={"position": "timestamp"})
+    items, events = real_catalogue()
     assert len(items) == 3686
     from gti_nb.data import Dataset, validate
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, SHARED
+from conftest import ROOT, SHARED, real_catalogue
 from pydantic import ValidationError
 
 from gti_nb.core import UserError, content_hash, packaged_file
@@ -389,12 +389,8 @@ def test_data_that_is_refused(tokenizer):
 
 @pytest.fixture(scope="module")
 def amazon():
-    folder = SHARED / "amazon_industrial"
-    if not folder.is_dir():
-        pytest.skip(f"there is no {folder}")
-    items = pd.read_csv(folder / "items.csv", dtype=str, keep_default_na=False)
-    events = pd.read_csv(folder / "interactions.csv", dtype={"user_id": str, "item_id": str}).rename(columns={"position": "timestamp"})
-    return Dataset("amazon", items, events), SemanticIds.from_published(folder / "published_sids.json")
+    items, events = real_catalogue()
+    return Dataset("amazon", items, events), SemanticIds.from_published(SHARED / "amazon_industrial" / "published_sids.json")
 
 
 def test_a_real_catalogue(amazon):
