@@ -192,14 +192,14 @@ def _end(process):
 
 # %% ../nbs/08b_processes.ipynb #aec630a2
 def _killed(said: str, records) -> tuple:
-    "Of the failures that a launcher listed, (rank, signal) of the first that another didn't bring about, or None."
+    "Of the failures that a launcher listed, in any order, (rank, signal) of the one that no other brought about, or None."
     listed = re.findall(r"^  time +: (\S+).*?^  rank +: (\d+).*?^  exitcode +: (-?\d+)", said, re.DOTALL | re.MULTILINE)
-    recorded = [record["rank"] for record in records]
-    for moment, rank, code in listed:
-        later = time.mktime(time.strptime(moment, "%Y-%m-%d_%H:%M:%S")) - min([record["time"] for record in records], default=math.inf)
-        if int(code) < 0 and int(rank) not in recorded and later < GRACE / 2 and not (records and -int(code) == signal.SIGTERM):
-            return int(rank), signal.Signals(-int(code))
-    return None
+    ends = [(time.mktime(time.strptime(moment, "%Y-%m-%d_%H:%M:%S")), int(rank), -int(code)) for moment, rank, code in listed]
+    recorded = {record["rank"]: record["time"] for record in records}
+    start = min([*recorded.values(), *(moment for moment, _, _ in ends)], default=0)
+    ended = [(code == signal.SIGTERM, moment, rank, code) for moment, rank, code in ends
+             if code > 0 and rank not in recorded and moment - start < GRACE / 2 and not (recorded and code == signal.SIGTERM)]
+    return (min(ended)[2], signal.Signals(min(ended)[3])) if ended else None
 
 # %% ../nbs/08b_processes.ipynb #b474326d
 def _failure(folder: Path, code: int, processes: int) -> UserError:
