@@ -9,7 +9,7 @@ on this machine. Against `SplitEngine` without kept prefixes and with them:
 2. `peft`: TrainableTokens on the model with the same tokens, by the model's own loss.
 
 These two have the attention of transformers that is the faster one to train with on a CPU, "eager"; the split engine has
-the one that `load_base` chooses.
+the one that `load_base` chooses, and runs within `packed`, as training does.
 
 All get the same batches, padded alike, in the same dtype, and take turns in one process; a ratio is the median over the
 turns of what two took for the same batch. Once with the films' own descriptions, once with descriptions twice to three times as long,
@@ -27,6 +27,7 @@ import os
 import statistics
 import time
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from gti_nb.initializers import extend
 from gti_nb.prompts import collate, grounding_examples
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.training import trainable
-from gti_nb.vocabulary import load_base
+from gti_nb.vocabulary import load_base, packed
 
 LEVELS, CODES, BATCH = 3, 256, 16
 
@@ -80,10 +81,12 @@ class Contender:
         self.seconds.append(time.perf_counter() - began)
 
 
-def contenders(lm, examples) -> dict:
-    "The four, each with rows of its own, after a first small step that allocates what they need."
+def contenders(lm, examples, stack) -> dict:
+    "The four, each with rows of its own, after a first small step that allocates what they need; the split ones packed until `stack` ends."
     masked, split, kept = MaskedEngine(lm), SplitEngine(copy.deepcopy(lm), budget_bytes=0), SplitEngine(copy.deepcopy(lm))
     peer = peft_model(lm)
+    for engine in (split, kept):
+        stack.enter_context(packed(engine))
     for model in (masked.model, peer.base_model.model):
         model.set_attn_implementation("eager")
     found = {name: Contender(engine, lambda batch, engine=engine: engine.token_losses(**batch).mean())
@@ -146,6 +149,22 @@ def floors(lm, found, batches) -> dict:
     return {"matmul_gflops": round(speed / 1e9)} | result
 
 
+def compare(lm, found, tasks, turns: int, seconds: float) -> dict:
+    "The figures of each of `tasks` (suffix of their names -> examples)."
+    result = {}
+    for suffix, task in tasks.items():
+        batches = race(found, lm, task, turns, seconds)
+        part = {"tokens": round(float(np.mean([len(e) for batch in batches for e in batch])), 1), "turns": len(batches)}
+        part |= {f"{name}_seconds": round(statistics.median(c.seconds), 3) for name, c in found.items()}
+        part |= {f"speedup_vs_{peer}": ratio(found[peer], found["split"]) for peer in ("masked", "peft")}
+        part |= {"cached_speedup": ratio(found["masked"], found["kept"]), "cached_speedup_vs_peft": ratio(found["peft"], found["kept"])}
+        if not suffix:
+            part |= floors(lm, found, batches)
+        print(suffix or "_60", part, flush=True)
+        result |= {name + suffix: value for name, value in part.items()}
+    return result
+
+
 def largest_difference(model, tokenizer, films) -> dict:
     "Of the gradient of a row between the engines, in float32, on a batch of both directions."
     lm = extend(copy.deepcopy(model).float(), tokenizer, semantic_ids(films, LEVELS, CODES), initializer="mean")
@@ -192,17 +211,9 @@ def main():
     lm = extend(model, tokenizer, sids)
     make = lambda films, *directions: grounding_examples(lm.tokenizer, films, sids, directions, ["both"])
     examples = make(films, "text_to_sid")
-    found = contenders(lm, examples)
-    for suffix, task in (("", examples), ("_120", make(catalogue(200, 4), "text_to_sid")), ("_mixed", make(films, "text_to_sid", "sid_to_text"))):
-        batches = race(found, lm, task, turns, seconds)
-        part = {"tokens": round(float(np.mean([len(e) for batch in batches for e in batch])), 1), "turns": len(batches)}
-        part |= {f"{name}_seconds": round(statistics.median(c.seconds), 3) for name, c in found.items()}
-        part |= {f"speedup_vs_{peer}": ratio(found[peer], found["split"]) for peer in ("masked", "peft")}
-        part |= {"cached_speedup": ratio(found["masked"], found["kept"]), "cached_speedup_vs_peft": ratio(found["peft"], found["kept"])}
-        if not suffix:
-            part |= floors(lm, found, batches)
-        print(suffix or "_60", part, flush=True)
-        result |= {name + suffix: value for name, value in part.items()}
+    tasks = {"": examples, "_120": make(catalogue(200, 4), "text_to_sid"), "_mixed": make(films, "text_to_sid", "sid_to_text")}
+    with ExitStack() as stack:
+        result |= compare(lm, contenders(lm, examples, stack), tasks, turns, seconds)
     result["mixed_speedup"] = min(result["speedup_vs_masked_mixed"], result["speedup_vs_peft_mixed"])
     result |= {"state_bytes": state_bytes(lm, examples), "state_bytes_wanted": lm.n_new * lm.new_rows.shape[1] * 16}
     result |= largest_difference(model, tokenizer, films) | add_tokens_seconds(model, tokenizer, films)

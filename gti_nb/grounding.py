@@ -183,12 +183,12 @@ class SplitEngine(Engine):
     def write_rows(self):
         "Nothing to do: the rows of `lm` are what trains."
 
-    def run(self, ids, cache=None, mask=None, positions=None):
+    def run(self, ids, cache=None):
         "The backbone on `ids` `[B, T]` behind `cache` `[layers, 2, B, heads, T', head_dim]`: states and the longer cache."
         from transformers import DynamicCache
 
         layers = DynamicCache(None if cache is None else [(keys, values) for keys, values in cache])
-        output = self.lm.hidden(ids, mask, position_ids=positions, cache=layers, use_cache=True)
+        output = self.lm.hidden(ids, cache=layers, use_cache=True)
         return output.last_hidden_state, layers
 
 # %% ../nbs/09_grounding.ipynb #b948b578
@@ -247,7 +247,8 @@ def suffix_states(self: SplitEngine, prefixes, suffixes):
     ids = _padded(suffixes, 0, self.device)
     mask = torch.arange(longest + ids.shape[1]) >= longest - lengths[:, None]
     positions = lengths[:, None] + torch.arange(ids.shape[1])
-    return self.run(ids, cache, mask.long().to(self.device), positions.to(self.device))[0]
+    mask, positions = mask.long().to(self.device), positions.to(self.device)
+    return self.lm.hidden(ids, mask, behind=cache, position_ids=positions, use_cache=False).last_hidden_state
 
 # %% ../nbs/09_grounding.ipynb #678780de
 @patch

@@ -29,7 +29,7 @@ from torch import nn
 
 from .core import Progress, UserError, atomic_path
 from .prompts import collate
-from .vocabulary import ExtendedLM
+from .vocabulary import ExtendedLM, packed
 
 # %% ../nbs/08_training.ipynb #ec4b8b04
 class TrainConfig(BaseModel):
@@ -487,6 +487,7 @@ def fit(lm, examples, config: TrainConfig, folder, label: str = "train", groups=
     with contextlib.ExitStack() as stack:
         if config.gradient_checkpointing:
             stack.enter_context(_checkpointed_layers(lm, label))
+        stack.enter_context(packed(lm))
         stack.enter_context(_noting_sigterm(training))
         stack.enter_context(training.tracked())
         training.run(observe)

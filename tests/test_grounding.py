@@ -20,7 +20,7 @@ from gti_nb.prompts import TEXT_TO_SID, collate, grounding_examples
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.sft import prepare
 from gti_nb.training import TrainConfig, trainable
-from gti_nb.vocabulary import _attention, tiny_model
+from gti_nb.vocabulary import ExtendedLM, _attention, tiny_model
 
 ITEMS = pd.DataFrame({"item_id": [str(i) for i in range(12)],
                       "title": [f"The {word} Story" for word in "Toy Long Sad Odd Old New Red Blue Short Last First <a_1>".split()],
@@ -227,37 +227,38 @@ def test_pull_is_the_gradient_of_the_penalty():
 
 # --- work left out -------------------------------------------------------------------------------------------------------
 
-class Counted(SplitEngine):
-    "Counts the positions that go through the backbone, with gradients and without."
+@pytest.fixture
+def positions(monkeypatch):
+    "How many positions have gone through the backbone, with gradients (True) and without."
+    counted, hidden = {True: 0, False: 0}, ExtendedLM.hidden
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.positions = {True: 0, False: 0}
+    def count(lm, ids, *args, **kwargs):
+        counted[torch.is_grad_enabled()] += ids.numel()
+        return hidden(lm, ids, *args, **kwargs)
 
-    def run(self, ids, *args, **kwargs):
-        self.positions[torch.is_grad_enabled()] += ids.numel()
-        return super().run(ids, *args, **kwargs)
+    monkeypatch.setattr(ExtendedLM, "hidden", count)
+    return counted
 
 
-def test_with_kept_prefixes_only_the_new_tokens_run():
+def test_with_kept_prefixes_only_the_new_tokens_run(positions):
     lm = model_of()
     examples = examples_of(lm, directions=["text_to_sid"])[:8]
-    engine = Counted(lm)
+    engine = SplitEngine(lm)
     engine.keep(examples)
-    engine.positions = {True: 0, False: 0}
+    positions[False] = 0
     engine.token_losses(**collate(examples, lm.tokenizer.pad_token_id))
-    assert engine.positions == {True: 8 * 3, False: 0}
+    assert positions == {True: 8 * 3, False: 0}
 
 
-def test_the_instruction_runs_once():
+def test_the_instruction_runs_once(positions):
     lm = model_of()
     examples = examples_of(lm, directions=["text_to_sid"], templates=["title"])
-    engine, instruction = Counted(lm, budget_bytes=0), os.path.commonprefix([e.prompt_ids for e in examples])
+    engine, instruction = SplitEngine(lm, budget_bytes=0), os.path.commonprefix([e.prompt_ids for e in examples])
     assert len(instruction) > 20
     for _ in range(3):
         engine.token_losses(**collate(examples, lm.tokenizer.pad_token_id))
     rest = max(len(e.prompt_ids) for e in examples) - len(instruction)
-    assert engine.positions[False] <= len(instruction) + 3 * len(examples) * rest
+    assert positions[False] <= len(instruction) + 3 * len(examples) * rest
 
 
 def test_sid_to_text_prompts_share_their_prefix():
