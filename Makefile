@@ -9,7 +9,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab run sync readme check bench clean
+.PHONY: help install demo test lab run sync readme docs check bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,10 @@ sync: install ## write gti_nb/ and README.md from the notebooks, and clean the n
 
 readme: install ## write README.md from nbs/index.ipynb
 	$(VENV)/bin/python tools/readme.py
+
+docs: install ## build the site into _docs/html: lessons, library and search, to read without a network
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[docs]"
+	$(VENV)/bin/python tools/docs.py
 
 check: install ## check that notebooks, library and README.md agree and that notebooks are clean
 	$(VENV)/bin/python -m pytest tests/test_repository.py tests/test_notebooks.py

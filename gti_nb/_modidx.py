@@ -73,6 +73,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'gti_nb.core.UserError': ('core.html#usererror', 'gti_nb/core.py'),
                              'gti_nb.core.UserError.__init__': ('core.html#usererror.__init__', 'gti_nb/core.py'),
                              'gti_nb.core.UserError._render_traceback_': ('core.html#usererror._render_traceback_', 'gti_nb/core.py'),
+                             'gti_nb.core._dashes': ('core.html#_dashes', 'gti_nb/core.py'),
                              'gti_nb.core._on_hub': ('core.html#_on_hub', 'gti_nb/core.py'),
                              'gti_nb.core._plain': ('core.html#_plain', 'gti_nb/core.py'),
                              'gti_nb.core._png': ('core.html#_png', 'gti_nb/core.py'),

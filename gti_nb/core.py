@@ -6,7 +6,7 @@
 __all__ = ['SIMILARITY_SCALE', 'COLORS', 'UserError', 'atomic_path', 'write_json', 'read_json', 'content_hash', 'packaged_file',
            'resolve_source', 'cache_dir', 'pick_device', 'seed_everything', 'Progress', 'style', 'show']
 
-# %% ../nbs/core.ipynb #8cbf83f2
+# %% ../nbs/core.ipynb #453d226a
 import base64
 import contextlib
 import hashlib
@@ -22,6 +22,7 @@ import uuid
 from pathlib import Path
 
 import numpy as np
+from fastcore.basics import patch
 
 # %% ../nbs/core.ipynb #4b89c9fa
 class UserError(Exception):
@@ -67,7 +68,7 @@ def _plain(value):
         return None
     return value
 
-
+# %% ../nbs/core.ipynb #369f96df
 def write_json(path, value):
     "Write `value` (dicts, lists, numbers, numpy values) to `path` as JSON, atomically."
     with atomic_path(path) as temporary:
@@ -108,7 +109,7 @@ def packaged_file(package: str, pattern: str):
         return None
     return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob(pattern))), None)
 
-# %% ../nbs/core.ipynb #23e9efd0
+# %% ../nbs/core.ipynb #0786bf51
 def resolve_source(name: str, kind: str, embedded: dict) -> Path | str:
     """Where the `kind` ("encoder", "language model", "data set") called `name` is.
 
@@ -133,7 +134,7 @@ def resolve_source(name: str, kind: str, embedded: dict) -> Path | str:
         raise UserError(f"the {kind} {name!r} is neither a folder, nor in the local hub cache, nor on a hub that answers: {ways}")
     return name
 
-
+# %% ../nbs/core.ipynb #c1625e8d
 def _on_hub(name: str) -> bool:
     "Is the model in the local cache of the hub, or does the hub have it? Answers in seconds, not after many retries."
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -195,42 +196,58 @@ class Progress:
             self.bar = tqdm(desc=self.label, total=self.total, initial=self.start, leave=False)
         return self
 
-    def update(self, n: int = 1, **values):
-        "Count `n` more; show `values`."
-        self.done += n
-        self.values = {k: f"{v:.3g}" if isinstance(v, float) else str(v) for k, v in values.items()}
-        if self.bar is not None:
-            self.bar.set_postfix(self.values, refresh=False)
-            self.bar.update(n)
-        elif time.monotonic() - self.spoke >= (self.every if self.handle is None else 0.3) and self.done < self.total:
-            self._speak()
-
     def __exit__(self, kind, *_):
         if self.bar is not None:
             self.bar.close()
         elif kind is None:
             self._speak()
 
-    def _speak(self):
-        self.spoke = time.monotonic()
-        if self.handle is not None:
-            self.handle.update({"text/plain": self._text(bar=True)}, raw=True)
-        elif self.style == "lines":
-            print(self._text(), flush=True)
+# %% ../nbs/core.ipynb #e059f1e6
+@patch
+def update(self: Progress, n: int = 1, **values):
+    "Count `n` more; show `values`."
+    self.done += n
+    self.values = {k: f"{v:.3g}" if isinstance(v, float) else str(v) for k, v in values.items()}
+    if self.bar is not None:
+        self.bar.set_postfix(self.values, refresh=False)
+        self.bar.update(n)
+    elif time.monotonic() - self.spoke >= (self.every if self.handle is None else 0.3) and self.done < self.total:
+        self._speak()
 
-    def _text(self, bar: bool = False):
-        elapsed = time.monotonic() - self.began
-        left = elapsed / max(self.done - self.start, 1) * (self.total - self.done)
-        ends = f"{elapsed:.0f} s" if self.done >= self.total else f"{elapsed:.0f} s, about {left:.0f} s to go"
-        shown = "".join(f"  {k} {v}" for k, v in self.values.items())
-        drawn = f"[{'#' * (20 * self.done // max(self.total, 1)):20}] " if bar else ""
-        return f"{self.label}: {drawn}{self.done}/{self.total}  {ends}{shown}"
+# %% ../nbs/core.ipynb #f0040d6f
+@patch
+def _speak(self: Progress):
+    self.spoke = time.monotonic()
+    if self.handle is not None:
+        self.handle.update({"text/plain": self._text(bar=True)}, raw=True)
+    elif self.style == "lines":
+        print(self._text(), flush=True)
+
+
+@patch
+def _text(self: Progress, bar: bool = False):
+    elapsed = time.monotonic() - self.began
+    left = elapsed / max(self.done - self.start, 1) * (self.total - self.done)
+    ends = f"{elapsed:.0f} s" if self.done >= self.total else f"{elapsed:.0f} s, about {left:.0f} s to go"
+    shown = "".join(f"  {k} {v}" for k, v in self.values.items())
+    drawn = f"[{'#' * (20 * self.done // max(self.total, 1)):20}] " if bar else ""
+    return f"{self.label}: {drawn}{self.done}/{self.total}  {ends}{shown}"
 
 # %% ../nbs/core.ipynb #92d62d13
 SIMILARITY_SCALE = "RdBu_r"  # signed similarities: blue -1, white 0, red +1; readable for colour-blind people
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#97bbf5", "#9498a0")
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
+def _dashes(fig):
+    "Give lines of different names different dashes, so that a print in grey tells them apart; nothing if a line has one already."
+    lines = [t for t in fig.data if t.type == "scatter" and t.name and "lines" in (t.mode or "lines")]
+    names = list(dict.fromkeys(t.name for t in lines))
+    if len(names) > 1 and not any(t.line.dash for t in lines):
+        for trace in lines:
+            trace.line.dash = _DASHES[names.index(trace.name) % len(_DASHES)]
+
+# %% ../nbs/core.ipynb #d8ddd111
 def style(fig, title: str = "", width: int = 720, height: int = 380):
     "Give a plotly figure the project's look, in place, and return it."
     import plotly.io as pio
@@ -238,9 +255,10 @@ def style(fig, title: str = "", width: int = 720, height: int = 380):
     # the template without its defaults for every kind of trace, which would weigh more than most figures
     fig.update_layout(template={"layout": pio.templates["plotly_white"].layout}, colorway=COLORS, width=width,
                       title=dict(text=title, font_size=15), height=height, font_size=12, margin=dict(l=60, r=20, t=50 if title else 20, b=50))
+    _dashes(fig)
     return fig
 
-
+# %% ../nbs/core.ipynb #32e49170
 def _png(fig):
     "The figure as PNG bytes with a palette (a third of the size), or None where no browser can draw it."
     try:

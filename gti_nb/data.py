@@ -6,7 +6,7 @@
 __all__ = ['ITEM_COLUMNS', 'INTERACTION_COLUMNS', 'DATASETS', 'validate', 'Dataset', 'load_dataset', 'dataset_card', 'Splits',
            'leave_one_out']
 
-# %% ../nbs/00_data.ipynb #363d7799
+# %% ../nbs/00_data.ipynb #b4943826
 import re
 from dataclasses import dataclass
 from pathlib import Path

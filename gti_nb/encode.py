@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'item_text', 'encode_items']
 
-# %% ../nbs/01_encode.ipynb #fbba8927
+# %% ../nbs/01_encode.ipynb #f761babb
 import logging
 from pathlib import Path
 

@@ -8,7 +8,7 @@ __all__ = ['METHODS', 'PAIRS', 'TESTED', 'cosine_matrix', 'mean_cosine', 'pairwi
            'geometry_report', 'token_pairs', 'rsa', 'rsa_test', 'rsa_table', 'nearest_tokens', 'k_occurrence',
            'hubness', 'map_2d', 'map_figure']
 
-# %% ../nbs/06_geometry.ipynb #bc98ac9e
+# %% ../nbs/06_geometry.ipynb #5299eed0
 import numpy as np
 import pandas as pd
 

@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'Engine', 'MaskedEngine', 'cut', 'Prefix', 'SplitEngine', 'sid_accuracy', 'text_accuracy',
            'grounding_accuracy', 'frozen_hash', 'snapshots', 'probes', 'ground']
 
-# %% ../nbs/09_grounding.ipynb #822d28a4
+# %% ../nbs/09_grounding.ipynb #c29ddd83
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ class Prefix:
     state: torch.Tensor
     base_lse: torch.Tensor | None = None
 
-
+# %% ../nbs/09_grounding.ipynb #42b66758
 def _common_length(rows) -> int:
     "How many tokens all `rows` (tuples of ids) begin with, keeping at least one of each for itself."
     low, high = min(rows), max(rows)
@@ -196,7 +196,7 @@ def _stacked(layers):
     "A transformers cache as one tensor `[layers, 2, B, heads, T, head_dim]`."
     return torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers.layers])
 
-
+# %% ../nbs/09_grounding.ipynb #fed481d6
 @patch
 @torch.no_grad()
 def compute(self: SplitEngine, prefixes) -> list:
@@ -290,7 +290,7 @@ def _answers(lm: ExtendedLM, examples, batch_size):
         for row, example in zip(states, part):
             yield row[len(example.prompt_ids) - 1:len(example) - 1], torch.tensor(example.answer_ids, device=lm.device)
 
-
+# %% ../nbs/09_grounding.ipynb #406fc33f
 @torch.no_grad()
 def sid_accuracy(lm: ExtendedLM, examples, sids, batch_size: int = 16) -> dict:
     """How often text leads to the right SID, over the `text_to_sid` examples: `{"level_1": .., "exact": ..}`, shares of examples.
@@ -347,7 +347,7 @@ def _snapshot(folder, step: int, lm: ExtendedLM, measured: dict):
     with atomic_path(Path(folder) / "snapshots" / f"{step:07d}.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"step": str(step), "measured": json.dumps(measured)})
 
-
+# %% ../nbs/09_grounding.ipynb #682e0474
 def snapshots(folder) -> dict:
     "What `ground` kept in `folder`: step -> float16 rows `[n, d]` after so many steps, in order."
     found = {}
@@ -377,7 +377,7 @@ def _observer(engine, folder, chosen: set, probe):
             _snapshot(folder, step, engine.lm, geometry | (probe(engine.lm) if probe else {}))
     return observe
 
-# %% ../nbs/09_grounding.ipynb #7f0684d9
+# %% ../nbs/09_grounding.ipynb #e334f205
 def _worth_keeping(examples, config: TrainConfig) -> list:
     "The examples that training will use more than once, the most used first."
     if not examples:
@@ -386,7 +386,7 @@ def _worth_keeping(examples, config: TrainConfig) -> list:
     uses = np.bincount(np.concatenate(drawn), minlength=len(examples))
     return [examples[i] for i in np.argsort(-uses, kind="stable") if uses[i] > 1]
 
-
+# %% ../nbs/09_grounding.ipynb #8846a1d9
 def ground(lm: ExtendedLM, examples, config: TrainConfig, folder, label: str = "grounding", engine: str = "split",
            pull: float = 0.0, probe=None, moments: int = 10, budget_bytes: int = None) -> pd.DataFrame:
     """Train the new rows of `lm` on `examples` (equation 2 of the paper); return the history: step, loss, loss per direction.

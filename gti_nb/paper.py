@@ -6,7 +6,7 @@
 __all__ = ['GRADES', 'QUERIES', 'GradedRetrieval', 'graded_retrieval', 'graded_metrics', 'QueryExamples', 'rank_pools',
            'curve_figure', 'paper_results', 'paper_table']
 
-# %% ../nbs/12b_paper.ipynb #2a295bcf
+# %% ../nbs/12b_paper.ipynb #ae535621
 import io
 from collections import Counter
 from collections.abc import Sequence

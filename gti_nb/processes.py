@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GRACE', 'launch_command', 'main', 'roll_call', 'launch']
 
-# %% ../nbs/08b_processes.ipynb #bdc443ce
+# %% ../nbs/08b_processes.ipynb #d487a46c
 import importlib
 import json
 import math
@@ -93,7 +93,7 @@ def _function(name: str):
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"there is no function {name!r} ({error}): give module:function, with the module on Python's path") from error
 
-
+# %% ../nbs/08b_processes.ipynb #d310c7ba
 def main(words=None) -> int:
     """What each process runs: `python -m gti_nb.processes MODULE:FUNCTION JSON`. Returns 0; a process that fails exits with 1.
 
@@ -149,7 +149,7 @@ def launch(function: str, arguments: dict | None = None, processes: int = 1, dev
         value = Path(folder) / "value.json"
         return read_json(value)["value"] if value.exists() else None
 
-
+# %% ../nbs/08b_processes.ipynb #682e1190
 def _check_devices(device: str, processes: int):
     "Raise `UserError` if the machine hasn't a GPU for each of its `processes`."
     import torch

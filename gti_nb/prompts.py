@@ -6,7 +6,7 @@
 __all__ = ['SYSTEM', 'TEXT_TO_SID', 'SID_TO_TEXT', 'RETRIEVAL', 'Example', 'answer_ids', 'render', 'escaper',
            'grounding_examples', 'history_text', 'retrieval_example', 'collate']
 
-# %% ../nbs/07_prompts.ipynb #42f64e82
+# %% ../nbs/07_prompts.ipynb #de2b2195
 import re
 from dataclasses import dataclass
 from functools import lru_cache

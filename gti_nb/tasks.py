@@ -6,7 +6,7 @@
 __all__ = ['TASKS', 'VANILLA', 'MULTITASK', 'Task', 'placeholders', 'TaskSettings', 'task_wordings', 'check_tasks', 'keywords',
            'search_texts', 'Writer', 'Examples', 'Mixture', 'mixture']
 
-# %% ../nbs/07b_tasks.ipynb #076a71f7
+# %% ../nbs/07b_tasks.ipynb #7017f82b
 import difflib
 from collections import Counter
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ __all__ = ['TrainConfig', 'steps_of', 'spread_steps', 'batch_indices', 'learning
            'step_loss', 'effective_batch', 'trainable', 'decay_groups', 'save_checkpoint', 'load_checkpoint', 'fit',
            'say']
 
-# %% ../nbs/08_training.ipynb #45e60f6a
+# %% ../nbs/08_training.ipynb #23cc2872
 import contextlib
 import json
 import math
@@ -193,7 +193,7 @@ def load_checkpoint(path, lm, optimizer) -> dict:
             optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device if tensor.ndim else "cpu")
     return state
 
-
+# %% ../nbs/08_training.ipynb #e21d5835
 @torch.no_grad()
 def _put_back(parameters: dict, tensors: dict):
     "Copy the tensors called `parameter/...` into the parameters of these names."
@@ -361,7 +361,7 @@ def resume(self: _Training):
             torn.unlink()
     self.agree()
 
-
+# %% ../nbs/08_training.ipynb #ba34d090
 @patch
 def check_settings(self: _Training, path, before: dict):
     "Raise `UserError` if the checkpoint at `path` was made with settings other than these."
@@ -401,7 +401,7 @@ def _noting_sigterm(training: _Training):
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
-
+# %% ../nbs/08_training.ipynb #d42b6a55
 def _die_of_sigterm():
     "Let SIGTERM do what it would have done; in any case, go no further."
     os.kill(os.getpid(), signal.SIGTERM)

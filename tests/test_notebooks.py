@@ -128,14 +128,23 @@ def installs_nothing(page):
             yield f"cell {k}"
 
 
+def anchors(path: Path) -> set[str]:
+    "The anchors of a notebook's headings, as JupyterLab makes them: hyphens for spaces, without the marks of Markdown."
+    cells = json.loads(path.read_text(encoding="utf-8")).get("cells", [])
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    return {re.sub("[*`\"]", "", heading).replace(" ", "-") for text in texts for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
 def has_links_that_resolve(page):
-    for k, source, _ in page.sources("markdown"):
+    shown = [(k, "".join(output["data"]["text/markdown"])) for k, output in page.outputs() if "text/markdown" in output.get("data", {})]
+    for k, source in [(k, source) for k, source, _ in page.sources("markdown")] + shown:
         for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", re.sub(r"```.*?```|`[^`\n]*`", "", source, flags=re.DOTALL)):
             target = "".join(target)
             if re.match(r"[a-z]+:", target):
                 continue
-            file = target.partition("#")[0]
-            if file and not (page.path.parent / file).exists():
+            file, _, anchor = target.partition("#")
+            path = page.path.parent / file if file else page.path
+            if not path.exists() or anchor and path.suffix == ".ipynb" and anchor not in anchors(path):
                 yield f"cell {k} links to {target}, which is not there"
 
 
@@ -211,6 +220,8 @@ WAYS_TO_BREAK = [
     (has_short_cells, broken(("cells", 3, "source"), ["x = 1\n"] * (MOST_LINES + 1))),
     (installs_nothing, broken(("cells", 3, "source"), ["!pip install torch"])),
     (has_links_that_resolve, broken(("cells", 0, "source"), ["[next](99_nowhere.ipynb)"])),
+    (has_links_that_resolve, broken(("cells", 0, "source"), ["[next](good.ipynb#Nowhere)"])),
+    (has_links_that_resolve, broken(("cells", 3, "outputs", 0, "data"), {"text/markdown": ["[next](99_nowhere.ipynb)"]})),
     (suits_papermill, broken(("cells", 1, "metadata", "tags"), [])),
     (suits_papermill, broken(("cells", 3, "source"), ["double = lambda x: 2 * x"])),
     (suits_papermill, broken(("cells", 3, "source"), ["#| eval: false\n", "1"])),

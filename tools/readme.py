@@ -1,15 +1,22 @@
 """Write README.md from nbs/index.ipynb, without quarto: `python tools/readme.py`.
 
-nbdev processes the notebook (hidden cells go, front matter comes), nbconvert turns it into Markdown, and this script puts
-the title back and makes the links start at the repository's root. The same notebook gives the same bytes, every time."""
+First it notes what the lessons say of themselves in nbs/measured/lessons.json, and runs the pages that show that again. Then
+nbdev processes the index (hidden cells go, front matter comes), nbconvert turns it into Markdown, and this script puts the
+title back and makes the links start at the repository's root. The same notebooks give the same bytes, every time."""
 
+import json
 import os
 import re
+import sys
+from contextlib import chdir
 from pathlib import Path
 
 import nbconvert
 import nbformat
 import yaml
+from docs import modules
+from execnb.shell import exec_nb
+from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.serve import proc_nbs
 
@@ -20,6 +27,40 @@ OPENING = re.compile(r"# .+\n\n(> .+\n?)+")
 FENCE = re.compile(r"(^```.*?^```[^\S\n]*$)", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"(\]\(|src=\")(?![a-z]+:|[/#])([^)\s\"]+)")
 
+PAGES = ("index", "teachers")  # what shows the lessons' facts
+NEEDS = re.compile(r"\*\*You need\*\*:?(.*?)(?=\*\*|\n\n|\Z)", re.DOTALL)
+LESSON = re.compile(r"(?:\]\(|\b)(\d\d[a-d]?)(?:_\w+\.ipynb|\b)")
+WORDS, LINES = 180, 30  # of prose and of code that one reads in a minute
+
+
+def lesson_facts(page: str, path: Path, seconds: dict, pages: list[str]) -> dict:
+    "What a lesson's first cell says of it, the minutes it takes to read, and the seconds it was measured to run, if it was."
+    cells = nbformat.read(path, as_version=4).cells
+    opening = "\n\n".join(cell.source for cell in cells[:3] if cell.cell_type == "markdown")
+    title = re.match(r"# (?:\w+ · )?(.+)", opening)[1]
+    number = page.partition("_")[0]
+    needs = LESSON.findall(found[1]) if (found := NEEDS.search(opening)) else []
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    lines = sum(bool(line.strip()) for cell in cells if cell.cell_type == "code" for line in cell.source.splitlines())
+    return {"page": page, "title": f"{number} · {title}" if number[0].isdigit() else title,
+            "idea": " ".join(re.findall(r"^> ?(.*)$", opening, re.MULTILINE)),
+            "needs": [other for need in dict.fromkeys(needs) for other in pages if other.startswith(need + "_") and other != page],
+            "minutes": max(5, 5 * round((words / WORDS + lines / LINES) / 5)), "seconds": round(seconds[page]) if page in seconds else None}
+
+
+def refresh(nbs: Path):
+    "Write nbs/measured/lessons.json, and run the pages that show it. Files whose content stays are left alone."
+    seconds, target = json.loads((nbs / "measured" / "seconds.json").read_text())["seconds"], nbs / "measured" / "lessons.json"
+    paths = {path.stem: path for path in modules(nbs).values()}
+    if lacking := [page for page in paths if page not in seconds]:
+        print(f"Not measured yet: python tools/measure.py lessons {' '.join(lacking)}", file=sys.stderr)
+    facts = [lesson_facts(page, path, seconds, list(paths)) for page, path in paths.items()]
+    target.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with chdir(nbs):
+        for page in PAGES:
+            exec_nb(f"{page}.ipynb", f"{page}.ipynb", exc_stop=True)
+            nbdev_clean(f"{page}.ipynb")
+
 
 def from_root(markdown: str, folder: str) -> str:
     "`markdown` with its relative links, which start in `folder`, made to start at the root. Code blocks stay as they are."
@@ -28,18 +69,27 @@ def from_root(markdown: str, folder: str) -> str:
     return "".join(part if k % 2 else TARGET.sub(rebase, part) for k, part in enumerate(parts))
 
 
-def readme() -> str:
-    "The text of README.md."
-    config = get_config()
-    root, source = config.config_path, config.nbs_path / config.readme_nb
-    opening = nbformat.read(source, as_version=4).cells[0].source
-    if not OPENING.fullmatch(opening):
+def check(source: Path):
+    "Refuse an index of which README.md would lose something."
+    cells = nbformat.read(source, as_version=4).cells
+    if not OPENING.fullmatch(cells[0].source):
         raise SystemExit(f"{source}: its first cell must be '# title' and '> description' and no more: nbdev drops the rest")
-    processed = nbformat.read(proc_nbs(None, n_workers=0, force=True, file_glob=source.name) / source.name, as_version=4)
-    body, resources = nbconvert.MarkdownExporter().from_notebook_node(processed)
-    if resources["outputs"]:
+    if any(kind.startswith("image/") for cell in cells for output in cell.get("outputs", []) for kind in output.get("data", {})):
         raise SystemExit(f"{source}: a cell's output is a picture, and README.md can't hold one: "
                          "save it to a file in nbs/, commit that, and show it with ![...](file.png)")
+
+
+def readme() -> str:
+    "The text of README.md, after the pages were refreshed."
+    config = get_config()
+    root, source = config.config_path, config.nbs_path / config.readme_nb
+    check(source)
+    refresh(source.parent)
+    check(source)
+    processed = nbformat.read(proc_nbs(None, n_workers=0, force=True, file_glob=source.name) / source.name, as_version=4)
+    processed.metadata["language_info"] = {"name": "python"}  # what nbconvert marks blocks of code with
+    without_input = nbconvert.preprocessors.TagRemovePreprocessor(enabled=True, remove_input_tags={"remove-input"})
+    body, _ = nbconvert.MarkdownExporter(preprocessors=[without_input]).from_notebook_node(processed)
     body, folder = body.lstrip().replace(NBDEV_NOTE, ""), source.parent.relative_to(root).as_posix()
     front = FRONT_MATTER.match(body)
     head = yaml.safe_load(front[1])
@@ -49,5 +99,7 @@ def readme() -> str:
 
 
 if __name__ == "__main__":
-    os.chdir(Path(__file__).resolve().parent.parent)
+    root = Path(__file__).resolve().parent.parent
+    os.chdir(root)
+    sys.path.insert(0, str(root))  # a copy of the repository reads its own library
     Path("README.md").write_text(readme(), encoding="utf-8")

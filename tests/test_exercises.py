@@ -1,0 +1,258 @@
+"""Every exercise of every lesson: its folded solution passes its checker, and typical wrong answers are told what is wrong.
+
+An exercise is four things in a row: a markdown cell that begins with `**1. Title** (easy, 10 minutes)` and says what function
+`name` to write; a code cell with `check_name(name)`, which returns "right" or raises an AssertionError that names the fault; a
+folded hint; a folded solution with a block of python that defines `name`. Of the lesson only the cells run that a checker and
+its solution need."""
+
+import ast
+import importlib
+import json
+import re
+import symtable
+from pathlib import Path
+
+import pytest
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+STATEMENT = re.compile(r"\*\*(\d)\. [^*]+\*\* \((easy|medium|hard), \d+ minutes\)\.? ")
+FOLDED = r"<details><summary>{}</summary>\n\n(.*?)\n</details>"
+
+# Of each checker, wrong answers: (an expression, what the message says), or (a part of the solution, what stands there
+# instead, what the message says).
+WRONG = {
+    "core": {
+        "write_lines": [("atomic_path(path) as temporary, open(temporary", "open(path", "the old file became"),
+                        ("lambda path, lines: Path(path).write_text('\\n'.join(lines))", "Alien")],
+        "table_hash": [("content_hash", "the order of rows"),
+                       (".sort_values(list(table.columns))", ".title.sort_values()", "another year"),
+                       ("table.sort_values(list(table.columns))", "table.apply(sorted)", "which title has which year"),
+                       ("content_hash(table.sort", "content_hash(table.drop_duplicates().sort", "there twice")],
+    },
+    "00_data": {
+        "split_at": [("lambda events, moment: (events[events.timestamp < moment], events[events.timestamp >= moment].drop_duplicates('user_id'))",
+                      "no training event"), (' & ordered["user_id"].isin(train["user_id"])', "", "no training event"),
+                     ('.drop_duplicates("user_id")', "", "tested twice"),
+                     ('drop_duplicates("user_id")', 'drop_duplicates("user_id", keep="last")', "isn't its user's first"),
+                     ("< moment]", "<= moment]", "on the wrong side")],
+        "my_data": [('"Lamp"', '" "', "title"), ('list("abcdea")', 'list("abcdez")', "row 6"),
+                    ('list("uuuvvw")', 'list("uuuvvv")', "2 people")],
+    },
+    "01_encode": {
+        "centred": [("lambda vectors: vectors", "the mean cosine"),
+                    ("lambda vectors: vectors - vectors.mean(0)", "lengths go from"),
+                    ("lambda vectors: to_unit(vectors) - to_unit(vectors).mean(0)", "lengths go from"),
+                    ("vectors.mean(0)", "vectors.mean(1, keepdims=True)", "the mean cosine")],
+        "my_text": [("lambda items: items.item_id.tolist()", "the item's id"),
+                    ("lambda items: items.title.tolist()[:-1]", "299 texts"),
+                    ("lambda items: [''] + items.title.tolist()[1:]", "has no text")],
+    },
+    "02a_quantizer": {
+        "decode": [("lambda codebooks, codes: codebooks[0][codes[:, 0]]", "the vectors are off"),
+                   ("lambda codebooks, codes: codebooks[-1][codes[:, -1]] + codebooks[:-1].sum(1).mean(0)",
+                    "the vectors are off")],
+        "best_pairs": [("lambda z, first, second: placed(z).codes[:, :2]", "these are the greedy pairs"),
+                       ("index // len(second), index % len(second)",
+                        "index % len(second), index // len(second)", "rows have a worse pair")],
+        "exact_shares": [("lambda distances: distances.argmin(1)", "a code has"),
+                         ("lambda distances: torch.arange(len(distances)) % distances.shape[1]", "the total distance")],
+    },
+    "02b_rqvae": {
+        "neighbour_agreement": [("    np.fill_diagonal(similarity, -np.inf)", "    pass", "not 1.0"),
+                                ("codes[:, 0]).mean()", "codes[:, 1]).mean()", "0.5, not")],
+        "errors_by_depth": [("z = z + book", "z = book", "the model's own is"),
+                            (" * model.scale + model.centre", "", "the model's own is"),
+                            ("lambda model, vectors: [model.reconstruction_error(vectors)]", "3 levels and 1 errors")],
+    },
+    "03_semantic_ids": {
+        "auc_of": [(" + (score(near) == score(rest)) / 2", "", "do ties count half"),
+                   (" if other != item", "", "is the film itself left out")],
+        "permuted_within": [("rng.permutation(rows)", "rows", "most items kept their codes"),
+                            ("sids.codes.copy()", "sids.codes", "have changed"),
+                            ("groups == group", "groups >= 0", "has other codes")],
+        "branching": [("np.mean([len(children) for children in below])",
+                       "sum(len(children) for children in below)", "[2, 2], not"),
+                      ("lambda trie: [len(np.unique(trie.rows[:, level])) for level in range(trie.levels)]", "[2, 2], not")],
+    },
+    "04_vocabulary": {
+        "stale": [("lambda model, tokenizer, names: []", "spare rows"), ("< rows]", "<= rows]", "spare rows"),
+                  (" len(tokenizer) + i", " i", "spare rows")],
+        "moved": [("    if before.head_rows is not None:", "    if False:", "one head row moved"),
+                  (".any(-1)", ".all(-1)", "one row moved"), ("lambda before, after: before.names", "nothing moved")],
+    },
+    "05_initializers": {
+        "title_mean": [('@initializer("title_mean")', "", "is registered"),
+                       ('.assign(description="")', "", "isn't the mean of its")],
+        "distinct": [(".bfloat16().float()", "", "a millionth apart"), ("len", "torch.numel", "of equal rows"),
+                     ("lambda rows: 1", "a hundredth apart")],
+    },
+    "06_geometry": {
+        "fool": [("lambda base_rows: np.random.default_rng(0).normal(size=(50, base_rows.shape[1]))", "mean_cosine is"),
+                 ("[:50]", "[:40]", "40 rows"),
+                 ("lambda base_rows: np.repeat(np.asarray(base_rows[:1]), 50, 0)", "mean_cosine is 1.00")],
+        "cka": [("rsa", "not"), (" - np.asarray(side).mean(0)", "", "should give 1"), (" ** 2", "", "should give 1")],
+    },
+    "07_prompts": {
+        "wording": [("lambda text: f'After {text[:11]}, what?'", "the prompt has the codes"),
+                    ("lambda text: f'After {text}, why not <a_1><b_1>?'", "the prompt has the codes")],
+        "fitting": [("<= most", "< most", "nothing came back"),
+                    ("history, max_history", "history[:n], max_history", "not the last ones"),
+                    ("if len(example.prompt_ids) <= most", "if True", "were allowed")],
+    },
+    "07b_tasks": {
+        "quarter": [("MULTITASK", "of the answer tokens"), ("VANILLA", "0% of the answer tokens")],
+        "search": [("TaskSettings(wordings=['I liked {history}.'])", "it should use"),
+                   ("TaskSettings()", "give one question")],
+    },
+    "08_training": {
+        "linear": [("learning_rate_at", "at step 99"),
+                   ("config.steps - step", "config.steps - step - 1", "at step 20"),
+                   ("lambda step, config: config.learning_rate * (config.steps - step) / config.steps", "at step 0")],
+        "early_stop": [("lambda history, patience: history.validation.iloc[-1] > history.validation.min()", "isn't two"),
+                       (".dropna()", "", "isn't two"),
+                       ("iloc[-patience:].min()", "iloc[-patience:].max()", "the best so far")],
+    },
+    "08b_processes": {
+        "deal": [("sorted(lengths, reverse=True)", "lengths", "the longest goes first"),
+                 ("sorted(lengths, reverse=True)", "sorted(lengths)", "the longest goes first"),
+                 ("lambda lengths, processes: [sum(lengths) / processes] * processes", "the longest goes first"),
+                 ("lambda lengths, processes: [sum(lengths)]", "2 processes, and 1 numbers"),
+                 ("ordered[i::processes]", "ordered[i:i + processes]", "tokens were dealt")],
+        "fair": [("sum(part)", "len(part)", "[[3, 4], [7]]"), ("lambda parts: True", "[[3], [4]]")],
+    },
+    "09_grounding": {
+        "moved_by": [("lambda clip: 1.0", "the norms are"),
+                     ("scale(grad) / scale(grad[lm.new_ids])", "scale(grad[lm.new_ids]) / scale(grad)", "the norms are")],
+        "unknown": [("lambda lm, examples, sids: [e.prompt_ids for e in examples]", "isn't among"),
+                    ("< 1]", "== 1]", "SIDs are wrong"), ("lambda lm, examples, sids: []", "and 0 prompts")],
+    },
+    "10_sft": {
+        "n_examples": [("lambda train: sum(map(len, train.values()))", "not 0"),
+                       ("max(0, len(items) - 1)", "len(items) - 1 if len(items) > 2 else 0", "not 3")],
+        "adapter_size": [(" + m.out_features", "", "for r = 1"),
+                         ("name.endswith(PROJECTIONS)", "hasattr(m, 'in_features')", "for r = 1"),
+                         ("r * (m", "(m", "for r = 4")],
+    },
+    "11_decoding": {
+        "beams_needed": [("lambda prompt: 1", "the best SID is missed"), ("lambda prompt: 64", "and so do fewer")],
+        "unseen": [("not in seen", "in seen", "of the seen ones are back"),
+                   ("beams=len(rest)", "beams=5", "5 came back"), ("[0, :10]", "[0, 1:11]", "aren't the ten best"),
+                   ("lambda prompt, seen: [tuple(c) for c in beam_search(lm, [prompt], sids, beams=10).codes[0].tolist() if tuple(c) not in seen]",
+                    "3 came back")],
+    },
+    "12b_paper": {
+        "hits_needed": [("<= 0.05", "<= 0.01", "and so are"), ("<= 0.05", "<= 0.2", "have a p-value")],
+        "chance_level": [("lambda pools: (pools.grade == 'good').mean()", "for more than a small one"),
+                         ('pools.grade == "good"', 'pools.grade != "not"', "on average 0.375")],
+    },
+}
+
+# Lessons whose exercises, where they have some, are written otherwise.
+OTHER_FORM = {"12_evaluation", "13a_config", "13b_stages", "13c_pipeline", "13d_diagnosis", "14_explore", "14b_explorer",
+              "14c_screen", "14d_app", "15_cli"}
+
+
+SHORTER = {"RQVAEConfig(steps=150)": "RQVAEConfig(steps=40)", "RQVAEConfig(steps=250)": "RQVAEConfig(steps=60)",
+           "RQVAEConfig()": "RQVAEConfig(steps=150)"}  # trainings, for this test
+
+
+def cells_of(name: str) -> list:
+    "(is it code, source) of each cell of a lesson, in which less is trained."
+    cells = json.loads((NBS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    for long, short in SHORTER.items():
+        sources = [source.replace(long, short) for source in sources]
+    return [(cell["cell_type"] == "code", source) for cell, source in zip(cells, sources)]
+
+
+def names(source: str) -> tuple[set, set]:
+    "The names that `source` gives a value at its top level, changes of parts included, and the global ones that it reads."
+    top = symtable.symtable(source, "cell", "exec")
+    given = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            given |= {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+    read, tables = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}, list(top.get_children())
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        read |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return given, read
+
+
+def exercises_of(cells: list) -> list[dict]:
+    "The exercises of a lesson: statement, checker (source and name), hint, solution."
+    start = next(k for k, (_, source) in enumerate(cells) if source.startswith("## Exercises"))
+    found = []
+    for code, source in cells[start + 1:]:
+        if not code and STATEMENT.match(source):
+            found.append(dict(statement=source, code=[], folded=""))
+        elif code:
+            found[-1]["code"].append(source)
+        elif not source.startswith("**Next:**"):
+            found[-1]["folded"] += source + "\n\n"
+    for exercise in found:
+        exercise["name"] = re.findall(r"^def check_(\w+)\(", "\n".join(exercise["code"]), re.MULTILINE)
+        for part in ("Hint", "Solution"):
+            exercise[part] = "\n".join(re.findall(FOLDED.format(part), exercise["folded"], re.DOTALL))
+        exercise["answer"] = "\n".join(re.findall(r"```python\n(.*?)```", exercise["Solution"], re.DOTALL))
+    return found
+
+
+def prepared(cells: list, needed: str) -> dict:
+    "The names of a lesson after those of its cells that `needed`, source text, stands on."
+    codes = [source for code, source in cells[:next(k for k, c in enumerate(cells) if c[1].startswith("## Exercises"))] if code]
+    module = next((m[1] for source in codes if (m := re.match(r"#\| default_exp (\w+)", source))), None)
+    wanted, chosen = names(needed)[1], []
+    for source in reversed(codes):
+        if "#| export" in source[:60]:
+            continue
+        is_import = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(source).body)
+        given, read = names(source)
+        if is_import or given & wanted:
+            wanted = wanted - given | read
+            chosen.append(source)
+    space = {"__name__": "lesson", "display": lambda *args, **kwargs: None}
+    exported = vars(importlib.import_module(f"gti_nb.{module}")) if module else {}
+    space |= {name: value for name, value in exported.items() if not name.startswith("__")}
+    for source in reversed(chosen):
+        exec(compile(source, "a cell of the lesson", "exec"), space)
+    return space
+
+
+def answered(exercise: dict, space: dict, wrong: tuple | None = None):
+    "What the checker says of the folded solution, or of a `wrong` answer."
+    space = dict(space)
+    for source in exercise["code"]:
+        exec(source, space)
+    if wrong and len(wrong) == 2:
+        answer = eval(wrong[0], space)
+    else:
+        assert not wrong or wrong[0] in exercise["answer"], f"the solution has no {wrong[0]!r}"
+        exec(exercise["answer"].replace(*wrong[:2]) if wrong else exercise["answer"], space)
+        answer = space[exercise["name"][0]]
+    return space["check_" + exercise["name"][0]](answer)
+
+
+@pytest.mark.parametrize("lesson", WRONG)
+def test_exercises(lesson, capsys, monkeypatch):
+    monkeypatch.setenv("IN_TEST", "1")
+    cells = cells_of(lesson)
+    exercises = exercises_of(cells)
+    assert 2 <= len(exercises) <= 3
+    assert {name for exercise in exercises for name in exercise["name"]} == set(WRONG[lesson])
+    for exercise in exercises:
+        assert len(exercise["name"]) == 1, f"one checker, please: {exercise['statement']}"
+        assert exercise["Hint"] and exercise["answer"], f"no folded hint, or no solution: {exercise['statement']}"
+    space = prepared(cells, "\n".join(source for e in exercises for source in (*e["code"], e["answer"])))
+    for exercise in exercises:
+        assert answered(exercise, space) == "right"
+        for wrong in WRONG[lesson][exercise["name"][0]]:
+            with pytest.raises(AssertionError, match=re.escape(wrong[-1])):
+                answered(exercise, space, wrong)
+        assert WRONG[lesson][exercise["name"][0]], "no wrong answer is tried"
+
+
+def test_no_lesson_is_forgotten():
+    lessons = {path.stem for path in NBS.glob("*.ipynb") if re.match(r"core$|\d\d[a-z]?_", path.stem)}
+    assert lessons == set(WRONG) | OTHER_FORM and not set(WRONG) & OTHER_FORM
