@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['KS', 'rank_metrics', 'popularity', 'random_ranking', 'repeat_last', 'history_vectors', 'hash_order', 'nearest_items',
            'predictions_table', 'metrics_from_predictions', 'drop_seen', 'sid_metrics', 'to_items', 'beam_predictions',
-           'average_runs', 'summarize', 'paired_difference', 'compare', 'metrics_table', 'shard', 'merge_shards']
+           'average_runs', 'summarize', 'paired_difference', 'compare', 'summarize_seeds', 'compare_seeds',
+           'metrics_table', 'shard', 'merge_shards']
 
 # %% ../nbs/12_evaluation.ipynb #34c16916
 import hashlib
@@ -227,15 +228,19 @@ def beam_predictions(user_ids: list[str], beam_codes, beam_scores, sids, k: int)
     return predictions_table(user_ids, [[item for item, _ in p] for p in pairs], [[score for _, score in p] for p in pairs])
 
 # %% ../nbs/12_evaluation.ipynb #118979ee
-def _bootstrap_means(values: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
-    "Means [n_boot, columns] of `values` [users, columns] over users drawn with replacement, the same for every column."
-    rng, n = np.random.default_rng(seed), len(values)
-    size, draws = max(1, 2_000_000 // n), []
+def _drawn_users(n: int, n_boot: int, rng):
+    "How often each of `n` users is in each of `n_boot` draws with replacement: int64 [a part of the draws, n], part by part."
+    size = max(1, 2_000_000 // n)
     for start in range(0, n_boot, size):
         users = rng.integers(0, n, (min(size, n_boot - start), n))
-        cells = (users + n * np.arange(len(users))[:, None]).ravel()  # how often each draw took each user
-        draws.append(np.bincount(cells, minlength=users.size).reshape(users.shape) @ values / n)
-    return np.concatenate(draws)
+        cells = (users + n * np.arange(len(users))[:, None]).ravel()
+        yield np.bincount(cells, minlength=users.size).reshape(users.shape)
+
+
+def _bootstrap_means(values: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
+    "Means [n_boot, columns] of `values` [users, columns] over users drawn with replacement, the same for every column."
+    drawn = _drawn_users(len(values), n_boot, np.random.default_rng(seed))
+    return np.concatenate([counts @ values / len(values) for counts in drawn])
 
 # %% ../nbs/12_evaluation.ipynb #cac4f4d0
 def _interval(values: np.ndarray, n_boot: int, seed: int, least: float):
@@ -330,6 +335,82 @@ def compare(per_user: dict, against: str, n_boot: int = 2000, seed: int = 0) -> 
             "arm": arm, "against": against, "metric": metrics, "mean": mean, "low": low, "high": high, "relative": relative[0],
             "relative_low": relative[1], "relative_high": relative[2],
             "wins": (a > b).sum(axis=0), "losses": (a < b).sum(axis=0)}))
+    return pd.concat(rows, ignore_index=True)
+
+# %% ../nbs/12_evaluation.ipynb #18effd82
+def _crosswise(values: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
+    """Bootstrap means [n_boot, columns] of `values` [seeds, users, columns] over drawn seeds and drawn users; NaN: not asked.
+
+    A single seed can't be redrawn, then only users are."""
+    rng, seeds = np.random.default_rng(seed), len(values)
+    asked, filled = ~np.isnan(values[:, :, 0]), np.nan_to_num(values)
+    centre = np.nanmean(values, axis=1)
+    middle, stretch, draws = centre.mean(axis=0), np.sqrt(seeds / (seeds - 1)) if seeds > 1 else 1.0, []
+    for counts in _drawn_users(values.shape[1], n_boot, rng):
+        weights = [counts * known for known in asked]
+        means = np.stack([w @ x / np.maximum(w.sum(axis=1, keepdims=True), 1) for w, x in zip(weights, filled)], axis=1)
+        moved = means - centre + middle + stretch * (centre - middle)  # [draws, seeds, columns]
+        drawn = rng.integers(0, seeds, (len(counts), seeds))
+        draws.append(np.take_along_axis(moved, drawn[:, :, None], axis=1).mean(axis=1))
+    return np.concatenate(draws)
+
+# %% ../nbs/12_evaluation.ipynb #0593b05c
+def _by_seed(tables: list) -> np.ndarray:
+    "Tables of metrics by user, one per seed (or a list per seed, averaged first), as float64 [seeds, users, columns] with NaN for gaps."
+    tables = [average_runs(table) for table in tables]
+    if any(list(table.columns) != list(tables[0].columns) or not table.index.is_unique for table in tables):
+        raise UserError("the seeds hold different metrics, or a user twice: evaluate each with the same ks, and each user once")
+    users = sorted(set().union(*(table.index for table in tables)))
+    return np.stack([table.reindex(users).to_numpy(float) for table in tables])
+
+
+def _seed_interval(values: np.ndarray, n_boot: int, seed: int, least: float) -> tuple:
+    "Mean over seeds, 2.5 % and 97.5 % quantile per column of `values` [seeds, users, columns], which lie between `least` and 1."
+    mean = np.nanmean(values, axis=1).mean(axis=0)
+    low, high = np.quantile(_crosswise(values, n_boot, seed), [0.025, 0.975], axis=0)
+    constant = np.nanmax(values, axis=(0, 1)) == np.nanmin(values, axis=(0, 1))
+    unseen = 1 - 0.025 ** (1 / values.shape[1])  # as for one seed: the share of users who might yet differ
+    low, high = np.where(constant, mean - (mean - least) * unseen, low), np.where(constant, mean + (1 - mean) * unseen, high)
+    return mean, np.clip(low, least, 1), np.clip(high, least, 1)
+
+# %% ../nbs/12_evaluation.ipynb #751b683d
+def summarize_seeds(per_seed: list[dict], n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
+    """`summarize` for whole runs that differ in their seed: `arm, metric, mean, low, high, lowest, highest, runs, hits, users`.
+
+    `per_seed`: for each seed, arm -> table of metrics indexed by user_id (or a list of them, one a wording, which are averaged within
+    each user). mean: over seeds, each with its own users. low, high: 95 % bootstrap over seeds and users together (Owen 2007, seeds
+    rescaled after Rao and Wu 1988); with one seed, over users. lowest, highest: the means of the worst and the best seed. hits: users
+    above 0, over all seeds; users: the mean number of users a seed asked. Raises `UserError` if the seeds have different arms or metrics."""
+    if not per_seed or any(set(tables) != set(per_seed[0]) for tables in per_seed):
+        raise UserError("the seeds hold different arms: give runs that differ in nothing but their seed")
+    rows = []
+    for arm in per_seed[0]:
+        tables = [average_runs(tables[arm]) for tables in per_seed]
+        values = _by_seed(tables)
+        mean, low, high = _seed_interval(values, n_boot, seed, 0.0)
+        means = np.nanmean(values, axis=1)
+        rows.append(pd.DataFrame({
+            "arm": arm, "metric": tables[0].columns, "mean": mean, "low": low, "high": high, "lowest": means.min(axis=0),
+            "highest": means.max(axis=0), "runs": len(tables), "hits": (np.nan_to_num(values) > 0).sum(axis=(0, 1)),
+            "users": round(np.mean([len(table) for table in tables]))}))
+    return pd.concat(rows, ignore_index=True)
+
+# %% ../nbs/12_evaluation.ipynb #cae99379
+def compare_seeds(per_seed: list[dict], against: str, n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
+    """Every other arm minus the arm `against`, paired by seed and user: `arm, against, metric, mean, low, high, better, seeds`.
+
+    per_seed, mean, low, high: as in `summarize_seeds`, of the differences. better: in how many of the seeds the arm's mean is higher.
+    Raises `UserError` if `against` isn't an arm of all, or a seed's arms were asked different users."""
+    if any(against not in tables for tables in per_seed):
+        raise UserError(f"there is no arm {against!r} to compare with: take one of {', '.join(map(repr, per_seed[0]))}")
+    rows = []
+    for arm in (arm for arm in per_seed[0] if arm != against):
+        pairs = [_pair(tables[arm], tables[against]) for tables in per_seed]
+        values = _by_seed([a - b for a, b in pairs])
+        mean, low, high = _seed_interval(values, n_boot, seed, -1.0)
+        better = (np.nanmean(values, axis=1) > 0).sum(axis=0)
+        rows.append(pd.DataFrame({"arm": arm, "against": against, "metric": pairs[0][0].columns, "mean": mean, "low": low, "high": high,
+                                  "better": better, "seeds": len(per_seed)}))
     return pd.concat(rows, ignore_index=True)
 
 # %% ../nbs/12_evaluation.ipynb #d107c72b

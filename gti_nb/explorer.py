@@ -17,25 +17,19 @@ import pandas as pd
 from fastcore.basics import patch
 
 from .core import UserError
-from .explore import MOMENTS, block_cosines, block_edges, open_run, shared_places, unit_rows
+from .diagnosis import MOMENTS, NewTokens
+from .explore import block_cosines, block_edges, open_run, unit_rows
 from .geometry import rsa, singular_values
 from .semantic_ids import LEVEL_NAMES
 
 # %% ../nbs/14b_explorer.ipynb #81b363c4
-class Explorer:
+class Explorer(NewTokens):
     """The run in a folder, to ask about its new tokens; it may be finished, interrupted, or still going on.
 
-    A token is meant by its number, 0 to n - 1, level by level as in `SemanticIds.token_names`. Rows are read when they are
-    asked for. Raises `UserError` if there is no run in the folder, or no row yet."""
+    Rows are read when they are asked for. Raises `UserError` if there is no run in the folder, or no row yet."""
 
     def __init__(self, run_dir):
-        self.run = open_run(run_dir, finished=False)
-        if missing := [name for name in ("data", "semantic_ids") if not self.run.is_done(name)]:
-            raise UserError(f"nothing to look at yet: stage {missing[0]} of {self.run.path} isn't finished")
-        self.sids = self.run.sids()
-        self.names, self.level_of = self.sids.token_names, np.repeat(np.arange(self.sids.levels), self.sids.codebook_size)
-        titles = self.run.dataset().items.set_index("item_id").title
-        self.titles = titles.reindex(self.sids.item_ids).fillna("").tolist()
+        super().__init__(open_run(run_dir, finished=False))
         self.kept = _kept_rows(self.run)
         if not self.kept:
             raise UserError(f"nothing to look at yet: no arm of {self.run.path} has new rows; wait for stage init-ARM")
@@ -57,7 +51,7 @@ def _remember(self: Explorer, kind: str, key, make, most: int = 10_000):
 
 @patch
 def has_read(self: Explorer, kind: str) -> bool:
-    "Is something of this `kind` remembered: \"base\", the old rows, or \"model\"?"
+    "Is something of this `kind` remembered: \"unit base\", the old rows, or \"model\"?"
     return bool(self._memory.get(kind))
 
 # %% ../nbs/14b_explorer.ipynb #3bf28368
@@ -263,7 +257,7 @@ def views(self: Explorer, arm: str, moment: str, order: Order, window=None, redu
 # %% ../nbs/14b_explorer.ipynb #31518863
 @patch
 def closest(self: Explorer, arm: str, moment: str, some, others) -> tuple:
-    "The most similar pair of a token among `some` and another one among `others` (numbers); a token alone with itself is its own."
+    "The most similar pair of a token among `some` and another among `others` (numbers); one alone with itself is its own."
     unit = self.unit(arm, moment)
     cosines = unit[some] @ unit[others].T
     if cosines.size > 1:
@@ -291,39 +285,18 @@ def token(self: Explorer, arm: str, moment: str, number: int, examples: int = 5,
             "titles": [self.titles[row] for row in rows[:examples]],
             "near": [(self.names[other], cosine) for other, cosine in near]}
 
-# %% ../nbs/14b_explorer.ipynb #b1ff5b4f
-@patch
-def items_with(self: Explorer, number: int) -> np.ndarray:
-    "The items (rows of `sids.codes`) whose semantic ID has the token."
-    level, code = divmod(number, self.sids.codebook_size)
-    return np.flatnonzero(self.sids.codes[:, level] == code)
-
-
-@patch
-def number_of(self: Explorer, name: str) -> int:
-    "The number of the token called `name`; its brackets may be missing. Raises `UserError` if there is none."
-    wanted = f"<{name.strip().strip('<>')}>"
-    if wanted not in self.names:
-        raise UserError(f"no token {wanted}: give a name from {self.names[0]} to {self.names[-1]}")
-    return self.names.index(wanted)
-
 # %% ../nbs/14b_explorer.ipynb #28a613f0
 @patch
-def base(self: Explorer) -> tuple:
-    "The old vocabulary's rows at unit length, float32 [V, d], and the tokenizer."
-    def read():
-        model, tokenizer = self.run.base()
-        return unit_rows(model.get_input_embeddings().weight[:len(tokenizer)].detach().float().cpu()), tokenizer
-
-    return self._remember("base", None, read)
+def unit_base(self: Explorer) -> np.ndarray:
+    "The old vocabulary's rows at unit length, float32 [V, d]. Reads the base model the first time."
+    return self._remember("unit base", None, lambda: unit_rows(self.base()[0].float()))
 
 
 @patch
 def near_text(self: Explorer, arm: str, moment: str, number: int, k: int = 5) -> list:
-    "The `k` tokens of the old vocabulary nearest to a new one: pairs (text, cosine). Reads the base model the first time."
-    base, tokenizer = self.base()
-    row = self.unit(arm, moment)[number]
-    return [(tokenizer.decode([old]), cosine) for old, cosine in _nearest(base, row, k)]
+    "The `k` tokens of the old vocabulary nearest to a new one: pairs (text, cosine)."
+    near = _nearest(self.unit_base(), self.unit(arm, moment)[number], k)
+    return [(self.base()[1].decode([old]), cosine) for old, cosine in near]
 
 # %% ../nbs/14b_explorer.ipynb #36eec948
 @patch
@@ -366,35 +339,33 @@ def spectrum_steps(self: Explorer, arm: str, moment: str, level: str = "all"):
             cache[key] = np.sqrt(np.where(squares > noise, squares, 0))
     yield cache[key]
 
-# %% ../nbs/14b_explorer.ipynb #1f86e311
+# %% ../nbs/14b_explorer.ipynb #ecb03533
 def spread(numbers, most: int):
     "At most `most` of `numbers`, evenly spread."
     return numbers if len(numbers) <= most else numbers[np.linspace(0, len(numbers) - 1, most).astype(int)]
 
-
+# %% ../nbs/14b_explorer.ipynb #48d8a006
 @patch
 def codebook_rsa(self: Explorer, arm: str, moment: str, level: str = "all", most: int = 512) -> float:
-    """RSA (Pearson) between the tokens' cosines and those of their codebook vectors, over at most `most` tokens evenly
-    spread. NaN if the run has no codebooks, or no structure. Remembered."""
+    """RSA (Pearson) between the tokens' rows and their codebook vectors, less the mean of each level on both sides.
+
+    Of at most `most` tokens, the same codes of every level. NaN if the run has no codebooks, or no structure. Remembered."""
     def compute():
-        books, numbers = self._codebooks(), self.order("code", level).tokens
-        numbers = spread(numbers[numbers < len(books)], most)
-        return rsa(self.rows(arm, moment)[numbers], books[numbers]) if len(numbers) > 2 else math.nan
+        books, numbers = self._books(), np.sort(self.order("code", level).tokens)
+        numbers = numbers[numbers < len(books)].reshape(-1, self.sids.codebook_size)
+        numbers = spread(numbers.T, max(2, most // max(1, len(numbers)))).T
+        if not numbers.size:
+            return math.nan
+        flat = numbers.ravel()
+        return rsa(self.rows(arm, moment)[flat], books[flat], center=True, codebook_size=numbers.shape[1])
 
     return self._remember("rsa", (arm, self.moment_at(arm, moment), level), compute)
 
-# %% ../nbs/14b_explorer.ipynb #36560187
+
 @patch
-def _codebooks(self: Explorer) -> np.ndarray:
-    "The RQ-VAE's codebook vectors in the order of the tokens, [n, d_code]; none if the run trained none."
-    from gti_nb.rqvae import RQVAE
-
-    def read():
-        file = self.run.folder("rqvae") / "rqvae.safetensors"
-        done = file.exists() and self.run.is_done("rqvae")
-        return RQVAE.load(file).codebooks.detach().cpu().flatten(0, 1).numpy() if done else np.zeros((0, 1))
-
-    return self._remember("codebooks", None, read)
+def _books(self: Explorer) -> np.ndarray:
+    "`codebooks`, of which a run whose quantizer isn't trained has none."
+    return self.codebooks() if self.run.is_done("rqvae") else np.zeros((0, 1), np.float32)
 
 # %% ../nbs/14b_explorer.ipynb #613d7d28
 @patch

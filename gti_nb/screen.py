@@ -73,20 +73,21 @@ def _grid() -> dict:
     x3 = [_domains(k * (third + 62), k * (third + 62) + third, wide) for k in (0, 1, 2)]
     return {1: (x[0], y[0]), 2: (x[1], y[0]), 3: (x[0], y[1]), 4: (x[1], y[1]), **{5 + k: (x3[k], y[2]) for k in range(3)}}
 
-# %% ../nbs/14c_screen.ipynb #dfb1321b
+# %% ../nbs/14c_screen.ipynb #d5ca8811
 def _name(axis: str, panel: int) -> str:
     return axis if panel == 1 else f"{axis}{panel}"
 
-# %% ../nbs/14c_screen.ipynb #d5ca8811
+
 HEATMAPS, MAPS, LIT, SPECTRA, RANKS, RSAS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))  # left and right traces
 _LEVEL_COLORS = [[(k + d) / 5, COLORS[k]] for k in range(5) for d in (0, 1)]
+_SYMBOLS = ((0, "●"), (2, "◆"), (1, "■"), (5, "▲"), (3, "✚"))  # of a level: plotly's number and the character
 
 # %% ../nbs/14c_screen.ipynb #d0c0e549
 def _axes(fig):
     """The axes of the grid, those of the maps bound to each other. Those of the heatmaps can't be: bound category axes
     never forget a category. Every drawing gives both the same ranges."""
     for panel, (x, y) in _grid().items():
-        plain = dict(showgrid=panel > 4, zeroline=False, showline=panel > 2, linecolor="#c6c9ce", ticks="")
+        plain = dict(showgrid=panel > 4, zeroline=False, showline=panel > 2, linecolor="#c6c9ce", ticks="", ticklabelstandoff=3)
         fig.layout[_name("xaxis", panel)] = dict(domain=x, anchor=_name("y", panel), **plain)
         fig.layout[_name("yaxis", panel)] = dict(domain=y, anchor=_name("x", panel), **plain)
     bound = dict(mirror=True, showticklabels=False, fixedrange=True)
@@ -118,8 +119,9 @@ def empty_figure(figure=go.Figure):
         for side in (0, 1):
             fig.add_scatter(xaxis=f"x{panel}", yaxis=f"y{panel}", mode="lines+markers", hovertemplate=hover)
     style(fig, width=WIDTH, height=HEIGHT).update_layout(showlegend=False, hoverlabel_align="left", dragmode="zoom")
-    bar = dict(title=dict(text="cosine", side="right"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], x=_grid()[2][0][1] + 0.015, xanchor="left", ypad=0,
-               y=_grid()[1][1][1], yanchor="top", len=_grid()[1][1][1] - _grid()[1][1][0])
+    (_, right), (bottom, top) = _grid()[2]
+    bar = dict(title=dict(text="cosine", side="right"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], ypad=0,
+               x=right + 0.015, xanchor="left", y=top, yanchor="top", len=top - bottom)
     fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1, colorbar=bar))
     _axes(fig)
     return fig
@@ -213,9 +215,10 @@ def _caption(explorer: Explorer, choice: Choice, view, done: float) -> str:
 # %% ../nbs/14c_screen.ipynb #681fb6dc
 def _titles(explorer: Explorer, choice: Choice, caption: str) -> list:
     "The titles of all panels and the caption, as annotations."
-    words = {5: "spectrum: share of the sum", 6: "effective rank", 7: "RSA with the codebooks"}
+    words = {5: "spectrum: share of the sum", 6: "effective rank", 7: "RSA with codebooks, centred"}
     letters = [choice.level] if choice.level != "all" else LEVEL_NAMES[:explorer.sids.levels]
-    colored = " ".join(f"<span style='color:{COLORS[LEVEL_NAMES.index(letter) % 5]}'><b>{letter}</b></span>" for letter in letters)
+    looks = [(letter, LEVEL_NAMES.index(letter) % 5) for letter in letters]
+    colored = " ".join(f"<span style='color:{COLORS[k]}'>{_SYMBOLS[k][1]}<b>{letter}</b></span>" for letter, k in looks)
     for panel, (arm, moment), color in zip((1, 2), choice.panels, _colors(explorer, choice)):
         stands = explorer.moment_at(arm, moment)
         still = "" if stands == moment else " (stands still)"
@@ -224,7 +227,8 @@ def _titles(explorer: Explorer, choice: Choice, caption: str) -> list:
     places = [dict(x=_grid()[panel][0][0], y=_grid()[panel][1][1], yshift=5, text=text, font_size=13 if panel < 3 else 12)
               for panel, text in sorted(words.items())]
     top = dict(x=0, y=1, yshift=-20, text=caption, font=dict(size=12, color="#555"))
-    return [dict(xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False, **place) for place in (top, *places)]
+    look = dict(xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False)
+    return [look | place for place in (top, *places)]
 
 # %% ../nbs/14c_screen.ipynb #63c2fdee
 def _colors(explorer: Explorer, choice: Choice) -> list:
@@ -287,12 +291,12 @@ def _draw_maps(explorer, fig, choice, order):
     arms = [arm for arm, _ in choice.panels]
     numbers, plane = mapped(order, choice), explorer.plane(arms, choice.level)
     marked = [number for number in dict.fromkeys((*choice.lit, *(choice.pair or ()))) if number in set(numbers.tolist())]
-    reach, hover = [0.02], labels(explorer, numbers[:, None])
+    reach, hover, levels = [0.02], labels(explorer, numbers[:, None]), explorer.level_of[numbers] % 5
     for side, (arm, moment) in enumerate(choice.panels):
         at = explorer.positions(arm, moment, numbers, plane)
         reach += [np.abs(at).max(), np.abs(explorer.positions(arm, explorer.timeline[-1], numbers, plane)).max()]
         fig.data[MAPS[side]].update(x=at[:, 0], y=at[:, 1], text=hover)
-        fig.data[MAPS[side]].marker.color = explorer.level_of[numbers] % 5
+        fig.data[MAPS[side]].marker.update(color=levels, symbol=[_SYMBOLS[level][0] for level in levels])
         at = at[np.searchsorted(numbers, marked)]
         fig.data[LIT[side]].update(x=at[:, 0], y=at[:, 1], text=[html.escape(explorer.names[number]) for number in marked])
     for axis in ("xaxis3", "yaxis3"):
@@ -334,7 +338,8 @@ def _draw_paths(explorer, fig, choice):
             sizes = [9 if moment == now else 4 for moment in explorer.timeline]
             for trace, found in ((RANKS[side], ranks[side]), (RSAS[side], rsas[side])):
                 numbers = [round(found[moment], 4) if np.isfinite(found[moment]) else None for moment in explorer.timeline]
-                fig.data[trace].update(x=names, y=numbers, line=dict(color=color, width=1.8), marker=dict(size=sizes, color=color))
+                look = dict(line=dict(color=color, width=1.8), marker=dict(size=sizes, color=color))
+                fig.data[trace].update(x=names, y=numbers, **look)
         for axis in ("xaxis6", "xaxis7"):
             fig.layout[axis].update(type="category", categoryorder="array", categoryarray=names)
     yield
@@ -352,7 +357,8 @@ GREY = "color:#666"
 
 
 def _pairs_html(pairs) -> str:
-    return ", ".join(f"<code>{html.escape(name if name.startswith('<') else repr(name))}</code>&nbsp;{cosine:.2f}" for name, cosine in pairs)
+    names = [(html.escape(name if name.startswith("<") else repr(name)), cosine) for name, cosine in pairs]
+    return ", ".join(f"<span style='white-space:nowrap'><code>{name}</code> {cosine:.2f}</span>" for name, cosine in names)
 
 
 def token_html(found: dict, near_text) -> str:
@@ -372,20 +378,22 @@ def answer_html(answer) -> str:
     "An `Answer` as HTML: the SIDs with their items, then, level by level, what else could have come."
     def bar(p): return f"<div style='background:#4269d0;height:8px;width:{max(1, round(90 * min(p, 1)))}px'></div>"
     def number(p): return f"{p:.1%}" if p >= 0.001 else f"{p:.0e}"
-    beams = "".join(f"<tr><td><code>{html.escape(row.sid)}</code></td><td style='text-align:right'>{number(row.probability)}</td>"
-                    f"<td style='text-align:left'>{html.escape('; '.join(row.titles))}</td></tr>" for row in answer.beams.itertuples())
+    left, right = (f"<td style='text-align:{side}'>" for side in ("left", "right"))
+    beams = "".join(f"<p style='margin:6px 0;line-height:1.4'><code>{html.escape(row.sid)}</code> <span style='{GREY}'>"
+                    f"{number(row.probability)}</span><br>{html.escape('; '.join(row.titles))}</p>" for row in answer.beams.itertuples())
     levels = ""
     for letter, table in zip(LEVEL_NAMES, answer.levels):
-        levels += f"<tr><td colspan=4 style='{GREY};text-align:left'>level {letter}</td></tr>"
-        levels += "".join(
-            f"<tr><td style='text-align:left'>{'<b>' * row.chosen}<code>{html.escape(row.token)}</code>{'</b> ◂' * row.chosen}</td>"
-            f"<td>{bar(row.probability)}</td><td style='text-align:right'>{number(row.probability)}</td>"
+        levels += f"<tr><td colspan=4 style='{GREY};text-align:left'>level {letter}</td></tr>" + "".join(
+            f"<tr>{left}{'<b>' * row.chosen}<code>{html.escape(row.token)}</code>{'</b> ◂' * row.chosen}</td>"
+            f"<td>{bar(row.probability)}</td>{right}{number(row.probability)}</td>"
             f"<td style='{GREY}'>{row.items} item{'s' * (row.items != 1)}</td></tr>" for row in table.itertuples())
-    return f"<i>{html.escape(answer.prompt)}</i><table>{beams}</table><p style='margin:8px 0 0'><b>Level by level</b></p><table>{levels}</table>"
+    return (f"<i>{html.escape(answer.prompt)}</i>{beams}<p style='margin:8px 0 0'><b>Level by level</b></p>"
+            f"<table style='line-height:1.4'>{levels}</table>")
 
 # %% ../nbs/14c_screen.ipynb #d46955e6
 def save_figure(fig, path, about: str = "") -> Path:
-    """Write `fig`, a figure or its dict, to `path`: a PNG at twice its size, or, by the ending .html, a page that needs no kernel and no net.
+    """Write `fig`, a figure or its dict, to `path`: a PNG at twice its size, or, by the ending .html, a page that needs no
+    kernel and no net.
 
     Raises `UserError` for another ending, or a PNG where no browser can draw it."""
     path, fig = Path(path), go.Figure(fig).update_layout(xaxis2_matches="x", yaxis2_matches="y")

@@ -1,11 +1,16 @@
 """The explorer without a browser: its logic, its widgets driven through their controls, and its size on a large run."""
 
 import asyncio
+import atexit
+import gzip
 import json
 import shutil
+import tempfile
 import time
 import tracemalloc
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,16 +31,23 @@ from gti_nb.semantic_ids import SemanticIds
 from gti_nb.vocabulary import NewRows
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    "The smallest finished run."
+@cache
+def smallest_run() -> Run:
+    "The smallest finished run; the tests with a browser take it too."
     sizes = {"max_items": 20, "codebook_size": 4, "eval_users": 5, "grounding_moments": 4}
     sizes |= {"rqvae_steps": 5, "grounding_steps": 4, "sft_steps": 2}
-    made = Run(make_config({"run_dir": str(tmp_path_factory.mktemp("run")), **sizes}))
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = Run(make_config({"run_dir": folder, **sizes}))
     for name in made.stages:
         run_stage(made, name)
     finish_run(made)
     return made
+
+
+@pytest.fixture(scope="module")
+def run():
+    return smallest_run()
 
 
 @pytest.fixture
@@ -62,6 +74,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for opened in (open_run, explore):
         with pytest.raises(UserError, match="no (finished )?run in"):
             opened(tmp_path)
+    with pytest.raises(UserError, match="there is no such folder"):
+        explore(tmp_path / "nowhere")
+    write_json(tmp_path / "other" / "config.json", {"a": 1})  # some other program's
+    with pytest.raises(UserError, match="no stage has begun there"):
+        explore(tmp_path)
     (tmp_path / "metrics.json").write_text("[1]")
     with pytest.raises(UserError, match="no configuration"):
         explore(tmp_path)
@@ -104,6 +121,17 @@ def test_a_run_without_rows_says_what_to_wait_for(run, tmp_path):
     (part / "semantic_ids" / "DONE.json").unlink()
     with pytest.raises(UserError, match="stage semantic_ids of .* isn't finished"):
         explore(part)
+
+
+def test_a_run_at_its_very_start_and_one_without_snapshots_are_shown(run, tmp_path):
+    part = undone(run, tmp_path / "part", "init-gti", "ground-gti", "sft-mean", "sft-gti")
+    shutil.rmtree(part / "ground-gti" / "snapshots")
+    shown = explore(part)
+    assert shown.choice.panels == [("mean", "init")] * 2 and shown.play.max == 0
+    for stage in ("init-gti", "ground-gti"):
+        shutil.copy(run.path / stage / "DONE.json", part / stage)
+    shown.fresh.click()
+    assert shown.explorer.timeline == ["init", "ground"] and shown.arms["right"].options == ("mean", "gti")
 
 
 def test_one_arm_stands_beside_its_own_start(run, tmp_path):
@@ -241,11 +269,26 @@ def asked_by_hand(run, moment, question):
 def test_many_moves_make_no_new_widgets(app):
     from ipywidgets.widgets import widget
 
+    async def play():  # as in a kernel, where a move leaves the rest of the drawing before it undone
+        for k in range(200):
+            app.slider.value = app.explorer.timeline[k % len(app.explorer.timeline)]
+            await asyncio.sleep(0)
+
     click(app, 0, [0, 5])
     before = len(widget._instances)
-    for k in range(200):
-        app.slider.value = app.explorer.timeline[k % len(app.explorer.timeline)]
+    asyncio.run(play())
     assert len(widget._instances) == before and len(app.fig.data) == 12
+
+
+def test_the_browser_gets_plotly_in_parts_and_the_figure_when_it_asks(app):
+    import plotly
+
+    whole = gzip.decompress(b"".join(part.code for part in app.fig._carriers))
+    assert whole == (Path(plotly.__file__).parent / "package_data" / "widgetbundle.js").read_bytes()
+    assert len(app.fig.get_state()["_esm"]) < 2000
+    app.slider.value = "ground"
+    app.fig._answer()
+    assert np.array_equal(unpacked(app.fig.get_state()["_widget_data"][1]["z"]), cells(app, 1))
 
 
 def test_saving_writes_a_page_that_needs_nothing(app):
@@ -357,16 +400,15 @@ def large(tmp_path_factory):
 
 @pytest.fixture
 def sent(monkeypatch):
-    "The bytes of every message that a widget sends, without plotly's own code, which goes once."
-    from ipywidgets import Widget
+    "The bytes of every message that a widget sends, the one that opens it included."
+    import comm
 
-    sizes, send = [], Widget._send
+    class Counted(comm.DummyComm):
+        def publish_msg(self, msg_type, data=None, metadata=None, buffers=None, **keys):
+            sizes.append(len(json.dumps(data)) + sum(memoryview(part).nbytes for part in buffers or []))
 
-    def spy(self, message, buffers=None):
-        sizes.append(len(json.dumps(message)) + sum(memoryview(part).nbytes for part in buffers or []))
-        send(self, message, buffers)
-
-    monkeypatch.setattr(Widget, "_send", spy)
+    sizes = []
+    monkeypatch.setattr(comm, "create_comm", lambda *given, **more: Counted(*given, **more))
     return sizes
 
 
@@ -383,9 +425,7 @@ def test_a_large_run_is_fast_and_small(large, sent, monkeypatch):
     made = []
     assert cpu(lambda: made.append(App(large))) < 3
     shown, = made
-    state = shown.fig.get_state()
-    state.pop("_esm")  # plotly itself, 5 MB, once
-    assert len(json.dumps(state)) < 1_500_000
+    assert max(sent) < 1_500_000 < sum(sent)  # plotly's own code, in parts
     assert cells(shown, 1).shape[0] <= SIDE + 3 and "3,025" not in titles(shown)[0]
     sent.clear()
     windows = [(0, SIZE, 0, SIZE), (500, 1500, 9000, 10_000), (0, 200, 100, 300), None, (3000, 20_000, 0, 3 * SIZE)]

@@ -361,7 +361,7 @@ def test_the_base_is_read_once_and_the_report_has_a_yardstick(run, monkeypatch):
     assert len(reads) == 1 and report.index[0] == "old tokens" and len(report) == 1 + len(run.moments())
     base, _ = diagnosis.base()
     wanted = geometry_report(run.rows("gti", "ground").rows, base)
-    assert report.loc["gti, grounded"].to_dict() == pytest.approx(wanted)
+    assert report.loc["gti, after grounding"].to_dict() == pytest.approx(wanted)
 
 
 def test_structure_is_against_the_codebooks_without_the_extra_level(run):
@@ -401,7 +401,7 @@ def test_what_a_run_lacks_is_refused(run, tmp_path):
     diagnosis = Diagnosis(run)
     with pytest.raises(UserError, match="no rows of arm 'mean' at moment 'ground': it has mean init, mean sft"):
         diagnosis.report([("mean", "ground")])
-    with pytest.raises(UserError, match="no token '<z_1>': give a name from <a_0>"):
+    with pytest.raises(UserError, match="no token <z_1>: give a name from <a_0>"):
         diagnosis.nearest("gti", "sft", ["<z_1>"])
     (run.folder("sft-mean") / "DONE.json").rename(tmp_path / "DONE.json")
     try:

@@ -1,7 +1,8 @@
 """The pipeline as its users meet it: `gti run`, plain papermill, bad input, and a process that is killed."""
 
 import os
-import signal
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ import pytest
 import yaml
 
 from conftest import BIN, ROOT, real_catalogue
+from gti_nb.cli import main
 from gti_nb.core import UserError, read_json
 from gti_nb.data import leave_one_out, load_dataset
 from gti_nb.explore import open_run
 from gti_nb.config import FLOORS, RunConfig, load_config, make_config, preflight
+from gti_nb.pipeline import run_pipeline
 from gti_nb.stages import Run, run_stage
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
@@ -28,10 +31,21 @@ NOTEBOOK = ROOT / "nbs" / "pipelines" / "pipeline.ipynb"
 def smoke(gti, tmp_path_factory):
     "A finished smoke run made by `gti run`: its folder and the finished process."
     run_dir = tmp_path_factory.mktemp("smoke") / "run"
-    began = time.monotonic()
-    done = gti("run", SMOKE, "-p", "run_dir", run_dir)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run_dir, done, time.monotonic() - began
+    process = subprocess.Popen([BIN / "gti", "run", SMOKE, "-p", "run_dir", run_dir], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env={**os.environ, "GTI_PROGRESS": "lines"})
+    while not (run_dir / "config.json").exists() and process.poll() is None:
+        time.sleep(0.05)
+    with pytest.raises(UserError) as refused_at_once:
+        run_pipeline(load_config(SMOKE, {"run_dir": str(run_dir)}))
+    second = str(refused_at_once.value), process.pid, process.poll()
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    return run_dir, subprocess.CompletedProcess(process.args, 0, out, err), second
+
+
+def test_a_second_run_in_the_folder_is_refused_at_once(smoke):
+    said, pid, ended = smoke[2]
+    assert ended is None and re.match(rf"process {pid} on {socket.gethostname()} since 20[-\d]+ [:\d]+ works in {smoke[0]}: wait", said)
 
 
 def metrics(run_dir):
@@ -60,7 +74,8 @@ def test_every_configuration_could_start(path):
         return preflight(config)
     with pytest.raises(UserError, match="is not a folder"):
         preflight(config)
-    here = {"data": "embedded:movielens-100k", "encoder": "embedded:all-MiniLM-L6-v2", "language_model": "tiny:qwen3"}
+    here = {"data": "embedded:movielens-100k", "encoder": "embedded:all-MiniLM-L6-v2", "language_model": "tiny:qwen3",
+            "codebook_size": min(config.codebook_size, 256)}  # of MovieLens' 1,682 films, 8,192 codes can't be made
     preflight(load_config(path, here))
 
 
@@ -109,14 +124,6 @@ def test_predictions_are_distinct_items_and_give_the_metrics(smoke):
         assert run.metrics(f"evaluate-{arm}")["recall@10"] == pytest.approx(sum(hits) / len(hits))
 
 
-def test_plain_papermill_gives_the_same_metrics(smoke, tmp_path):
-    command = [sys.executable, "-m", "papermill", NOTEBOOK, tmp_path / "out.ipynb", "-k", "python3", "-f", SMOKE,
-               "-p", "run_dir", tmp_path / "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics(tmp_path / "run") == metrics(smoke[0])
-
-
 def test_plain_papermill_refuses_an_unknown_parameter(tmp_path):
     command = [sys.executable, "-m", "papermill", NOTEBOOK, tmp_path / "out.ipynb", "-k", "python3", "-p", "sead", "1",
                "-p", "run_dir", tmp_path / "run"]
@@ -124,33 +131,23 @@ def test_plain_papermill_refuses_an_unknown_parameter(tmp_path):
     assert done.returncode != 0 and "did you mean 'seed'" in done.stderr and not (tmp_path / "run").exists()
 
 
-def test_killed_and_resumed_ends_with_the_same_metrics(smoke, gti, tmp_path):
+def test_a_killed_runner_and_plain_papermill_end_with_the_same_metrics(smoke, tmp_path):
+    "The runner is killed with -9 and its kernel lives on; papermill, started at once, waits for it, and goes on where it was."
     command = [BIN / "gti", "run", SMOKE, "-p", "run_dir", tmp_path / "run"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    last = tmp_path / "run" / "init-gti" / "DONE.json"
-    while not last.exists():
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    begun, last = (tmp_path / "run" / name for name in ("ground-gti/config.json", "init-gti/DONE.json"))
+    while not begun.exists():
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.05)
-    kill_group(process)
-    assert not (tmp_path / "run" / "comparison" / "DONE.json").exists()
-    untouched = last.stat().st_mtime_ns
-    again = gti("run", SMOKE, "-p", "run_dir", tmp_path / "run")
-    assert again.returncode == 0, again.stderr
-    assert "init-gti: nothing to do" in again.stdout and last.stat().st_mtime_ns == untouched
-    assert metrics(tmp_path / "run") == metrics(smoke[0])
-
-
-def kill_group(process):
-    "Kill the process and all that it started, kernels (which lead groups of their own) included."
-    import psutil
-
-    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    for pid in family:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    process.kill()
     process.wait()
+    untouched = last.stat().st_mtime_ns
+    command = [sys.executable, "-m", "papermill", NOTEBOOK, tmp_path / "out.ipynb", "-k", "python3", "-f", SMOKE, "--log-output",
+               "-p", "run_dir", tmp_path / "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "init-gti: nothing to do" in done.stderr and last.stat().st_mtime_ns == untouched
+    assert metrics(tmp_path / "run") == metrics(smoke[0])
 
 
 def test_a_changed_parameter_redoes_what_depends_on_it(smoke, gti):
@@ -195,33 +192,40 @@ BAD = {
 }
 
 
+@pytest.fixture
+def refused(tmp_path, capfd):
+    "Runs the smoke configuration with other parameters, which must be refused: one line, an exit code that isn't 0, nothing on disk."
+    def call(said, *pairs, config=SMOKE):
+        words = [word for pair in [("run_dir", tmp_path / "run"), *pairs] for word in ("-p", *map(str, pair))]
+        assert main(["run", str(config), *words]) == 1
+        out, err = capfd.readouterr()
+        assert not out and said in err and len(err.strip().splitlines()) == 1, err
+        assert not (tmp_path / "run").exists()
+    return call
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_parameters_stop_at_once(name, gti, tmp_path):
-    arguments, said = BAD[name]
-    refused(gti("run", SMOKE, "-p", "run_dir", tmp_path / "run", *arguments), said, tmp_path / "run")
+def test_bad_parameters_stop_at_once(name, refused):
+    (_, *pair), said = BAD[name]
+    refused(said, pair)
 
 
-def refused(done, said, run_dir):
-    "One line that says what is wrong, an exit code that isn't 0, and nothing on disk."
-    assert done.returncode == 1, done.stdout
-    assert said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not run_dir.exists()
+def test_a_refusal_as_a_shell_sees_it(gti, tmp_path):
+    done = gti("run", SMOKE, "-p", "run_dir", tmp_path / "run", "-p", "sft_step", 5)
+    assert done.returncode == 1 and not done.stdout and len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
-def test_bad_files_stop_at_once(gti, tmp_path):
-    run_dir = tmp_path / "run"
-    run = lambda folder: gti("run", SMOKE, "-p", "run_dir", run_dir, "-p", "data", folder, "-p", "min_rating", 0, "-p", "codebook_size", 4)
-    folder = a_catalogue(tmp_path / "columns", items="item_id,name,description\n")
-    refused(run(folder), "title", run_dir)
-    folder = a_catalogue(tmp_path / "empty", rows=0)
-    refused(run(folder), "items", run_dir)
+def test_bad_files_stop_at_once(refused, tmp_path):
+    in_folder = lambda folder: [("data", folder), ("min_rating", 0), ("codebook_size", 4)]
+    refused("title", *in_folder(a_catalogue(tmp_path / "columns", items="item_id,name,description\n")))
+    refused("items", *in_folder(a_catalogue(tmp_path / "empty", rows=0)))
     folder = a_catalogue(tmp_path / "unknown")
     with (folder / "interactions.csv").open("a") as file:
         file.write("u1,i99,7\n")
-    refused(run(folder), "i99", run_dir)
-    refused(gti("run", tmp_path / "no.yaml"), "no.yaml", run_dir)
+    refused("i99", *in_folder(folder))
+    refused("no.yaml", config=tmp_path / "no.yaml")
     (tmp_path / "bad.yaml").write_text("seed: [1\n")
-    refused(gti("run", tmp_path / "bad.yaml"), "not valid YAML", run_dir)
+    refused("not valid YAML", config=tmp_path / "bad.yaml")
 
 
 def test_a_real_catalogue_that_is_not_films():
