@@ -205,7 +205,7 @@ def compute(self: SplitEngine, prefixes) -> list:
     instruction = prefixes[0][:n]
     if n and instruction not in self.instructions:
         self.instructions[instruction] = _stacked(self.run(torch.tensor([instruction], device=self.device))[1])
-    for group in buckets([len(p) - n for p in prefixes], price=price_of_run(self.device)):
+    for group in buckets([len(p) - n for p in prefixes], price=price_of_run(self.device.type == "cpu")):
         rest = [prefixes[i][n:] for i in group]
         shared = self.instructions[instruction].expand(-1, -1, len(group), -1, -1, -1) if n else None
         states, layers = self.run(_padded(rest, 0, self.device), shared)
@@ -269,7 +269,7 @@ def token_losses(self: SplitEngine, input_ids, attention_mask, labels):
     missing = list(dict.fromkeys(prefix for prefix, _, _ in rows if prefix not in self.kept))
     prefixes = self.kept | dict(zip(missing, self.compute(missing) if missing else ()))
     losses = [None] * len(rows)
-    for group in buckets([len(targets) for _, _, targets in rows], price=price_of_run(self.device)):
+    for group in buckets([len(targets) for _, _, targets in rows], price=price_of_run(self.device.type == "cpu")):
         own, targets = [prefixes[rows[i][0]] for i in group], _padded([rows[i][2] for i in group], -100, self.device)
         found, supervised = torch.zeros(targets.shape, device=self.device), targets != -100
         found[:, 0] = self.first_losses(own, targets[:, 0])

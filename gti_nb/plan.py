@@ -424,12 +424,11 @@ def mean_step(corpus: Corpus, config: RunConfig, batch: int, processes: int, on_
     from gti_nb.training import batch_indices, price_of_run
 
     m, taken, per_step = len(corpus.lengths), _split_runs if split else _full_runs, []
-    price = price_of_run(torch.device("cpu" if on_cpu else "cuda"))
     for step in range(8):
         drawn = batch_indices(m, step, batch, config.seed)
         order = sorted(drawn, key=lambda i: (corpus.kinds[i], corpus.lengths[i].sum()), reverse=True)
         runs = [run for rank in range(processes)
-                for run in taken(corpus, np.array(order[rank::processes]), config.micro_batch_size, price)]
+                for run in taken(corpus, np.array(order[rank::processes]), config.micro_batch_size, price_of_run(on_cpu))]
         table = np.array([list(vars(run).values()) for run in runs])
         per_step.append([*table[:, :4].sum(0), table[:, 4].sum() / processes, *table[:, 5:].max(0)])
     per_step = np.array(per_step)

@@ -101,15 +101,15 @@ def buckets(lengths, most: int = 2**31, price: float = 128) -> list:
     return groups
 
 
-def price_of_run(device) -> float:
+def price_of_run(on_cpu: bool) -> float:
     "What a run of the model costs beside its tokens, in tokens: measured on a CPU; a GPU with little to do waits, so there no run is spare."
-    return 128 if device.type == "cpu" else math.inf
+    return 128 if on_cpu else math.inf
 
 # %% ../nbs/08_training.ipynb #9c0392ab
 def micro_batches(lm, examples, size: int) -> list:
     "`examples` cut into lists of at most `size`: an `ExtendedLM`'s by length; other models, which run suffixes, keep kinds together."
     if isinstance(lm, ExtendedLM):
-        return [[examples[i] for i in group] for group in buckets([len(e) for e in examples], size, price_of_run(lm.device))]
+        return [[examples[i] for i in group] for group in buckets([len(e) for e in examples], size, price_of_run(lm.device.type == "cpu"))]
     ordered = sorted(examples, key=lambda e: (e.kind, len(e)), reverse=True)
     return [ordered[start:start + size] for start in range(0, len(ordered), size)]
 

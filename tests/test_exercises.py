@@ -148,8 +148,8 @@ WRONG = {
 }
 
 # Lessons whose exercises, where they have some, are written otherwise.
-OTHER_FORM = {"12_evaluation", "13a_config", "13b_stages", "13c_pipeline", "13d_diagnosis", "14_explore", "14b_explorer",
-              "14c_screen", "14d_app", "15_cli"}
+OTHER_FORM = {"12_evaluation", "13a_config", "13b_stages", "13c_pipeline", "13d_diagnosis", "13e_sweep", "13f_plan", "14_explore",
+              "14b_explorer", "14c_screen", "14d_app", "14e_check_env", "15_cli"}
 
 
 SHORTER = {"RQVAEConfig(steps=150)": "RQVAEConfig(steps=40)", "RQVAEConfig(steps=250)": "RQVAEConfig(steps=60)",
