@@ -451,6 +451,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'gti_nb.plan._Plan._loading': ('plan.html#_plan._loading', 'gti_nb/plan.py'),
                              'gti_nb.plan._Plan._masked': ('plan.html#_plan._masked', 'gti_nb/plan.py'),
                              'gti_nb.plan._Plan._number': ('plan.html#_plan._number', 'gti_nb/plan.py'),
+                             'gti_nb.plan._Plan._packed_bytes': ('plan.html#_plan._packed_bytes', 'gti_nb/plan.py'),
                              'gti_nb.plan._Plan._probe': ('plan.html#_plan._probe', 'gti_nb/plan.py'),
                              'gti_nb.plan._Plan._prompt_tokens': ('plan.html#_plan._prompt_tokens', 'gti_nb/plan.py'),
                              'gti_nb.plan._Plan._seconds': ('plan.html#_plan._seconds', 'gti_nb/plan.py'),

@@ -689,6 +689,12 @@ def _base_bytes(self: _Plan, base_rows: bool = False) -> float:
 
 
 @patch
+def _packed_bytes(self: _Plan, mode: str) -> float:
+    "Bytes of the two copies that a CPU keeps of frozen bfloat16 layers while it trains or decodes (see `vocabulary.packed`)."
+    return 2 * self.shape.linear * self.number * (self.on_cpu and self.number == 2 and mode == "lora")
+
+
+@patch
 def _loading(self: _Plan) -> dict:
     return {"host": self.shape.total * self.number / READING}
 
@@ -757,6 +763,7 @@ def _split(self: _Plan, corpus: Corpus, steps: int) -> Cost:
     logits = 8 * min(step.most_positions * self.logits, 2**24) + 4 * step.most_positions * self.new
     seconds = self._seconds(self.processes * once + anew + suffixes, self.number, runs, shape.layers,
                             2 * steps * step.most_behind * self.kept_bytes, self._exchange(self.new_numbers, steps))
+    weights += self._packed_bytes("qlora" if config.sft_mode == "qlora" else "lora")
     return Cost(flops=self.processes * once + anew + suffixes, weights=weights, state=16 * self.new_numbers, activations=active + logits,
                 cache=kept, written=2 * 12 * self.new_numbers, seconds=seconds)
 
@@ -802,7 +809,8 @@ def sft(self: _Plan, arm: str) -> Cost:
         cost.seconds = {cause: s + other.seconds[cause] for cause, s in cost.seconds.items()}
     cost.steps, cost.tokens = sum(p[1] for p in parts), sum(c.tokens(s, b, config.seed) for c, s, b in parts)
     cost.trained = trained_parameters(shape, self.new, config.sft_mode, config.lora_r, config.sft_base_rows)
-    cost.weights, cost.state, cost.written = self._base_bytes(config.sft_base_rows), 16 * cost.trained, (2 * 12 + 4) * cost.trained
+    cost.weights = self._base_bytes(config.sft_base_rows) + self._packed_bytes(config.sft_mode)
+    cost.state, cost.written = 16 * cost.trained, (2 * 12 + 4) * cost.trained
     base = shape.matrices * config.sft_base_rows + (shape.total - shape.matrices) * (config.sft_mode == "full")
     cost.disk = 4 * (cost.trained - base) + self.number * base
     cost.seconds["host"] = self._loading()["host"] + HOST["example"] * steps * batch  # each process writes the whole step's examples
@@ -862,7 +870,8 @@ def evaluate(self: _Plan, arm: str) -> Cost:
     read = self._base_bytes() + self.number * self.logits * shape.width * (config.sft_mode != "full")
     active = size * max(prompt, widths[-1]) * layer_bytes(shape, self.number, None) / shape.layers + 12 * 256 * self.logits
     tuned = trained_parameters(shape, self.new, config.sft_mode, config.lora_r)
-    return Cost(tokens=asked * (prompt + sum(widths[1:])), flops=flops, weights=self._base_bytes() + 4 * tuned, activations=active, cache=cache,
+    return Cost(tokens=asked * (prompt + sum(widths[1:])), flops=flops, activations=active, cache=cache,
+                weights=self._base_bytes() + 4 * tuned + self._packed_bytes("qlora" if config.sft_mode == "qlora" else "lora"),
                 disk=16 * asked * beams, seconds=self._seconds(flops, self.number, runs, shape.layers, runs * (read + cache)) | self._loading())
 
 # %% ../nbs/13f_plan.ipynb #d94886c6
