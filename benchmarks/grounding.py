@@ -202,7 +202,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer turns")
     quick = parser.parse_args().quick
-    turns, seconds = (3, 4.5) if quick else (15, 100.0)
+    turns, seconds = (3, 4.0) if quick else (15, 100.0)
     model, tokenizer = load_base(device="cpu")
     result = {"benchmark": "grounding", "quick": quick, "dtype": str(model.dtype).removeprefix("torch."),
               "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1), "new_tokens": LEVELS * CODES, "batch": BATCH}
