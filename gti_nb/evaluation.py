@@ -356,8 +356,7 @@ def _crosswise(values: np.ndarray, n_boot: int, seed: int) -> np.ndarray:
 
 # %% ../nbs/12_evaluation.ipynb #0593b05c
 def _by_seed(tables: list) -> np.ndarray:
-    "Tables of metrics by user, one per seed (or a list per seed, averaged first), as float64 [seeds, users, columns] with NaN for gaps."
-    tables = [average_runs(table) for table in tables]
+    "Tables of metrics by user, one per seed, as float64 [seeds, users, columns] with NaN for gaps."
     if any(list(table.columns) != list(tables[0].columns) or not table.index.is_unique for table in tables):
         raise UserError("the seeds hold different metrics, or a user twice: evaluate each with the same ks, and each user once")
     users = sorted(set().union(*(table.index for table in tables)))

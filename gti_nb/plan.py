@@ -565,15 +565,15 @@ class _Plan:
 
     def _number(self) -> int:
         "Bytes of a number of the language model."
-        if self.config.dtype != "auto":
-            return 2 if self.config.dtype == "bfloat16" else 4
-        if self.config.language_model == "tiny:qwen3":
-            return 4
-        if not self.on_cpu:
-            return 2
         import torch
 
-        return 2 if any(torch.cpu.get_capabilities().get(k) for k in ("amx_bf16", "avx512_bf16")) else 4
+        from gti_nb.vocabulary import _computes_in
+
+        if self.config.dtype == "auto" and self.config.language_model == "tiny:qwen3":
+            return 4
+        if self.config.dtype == "auto" and not self.on_cpu:
+            return 2  # whatever GPU this machine has or not
+        return _computes_in(torch.device("cpu"), self.config.dtype).itemsize
 
 # %% ../nbs/13f_plan.ipynb #7076e820
 @patch
@@ -689,9 +689,9 @@ def _base_bytes(self: _Plan, base_rows: bool = False) -> float:
 
 
 @patch
-def _packed_bytes(self: _Plan, mode: str) -> float:
-    "Bytes of the two copies that a CPU keeps of frozen bfloat16 layers while it trains or decodes (see `vocabulary.packed`)."
-    return 2 * self.shape.linear * self.number * (self.on_cpu and self.number == 2 and mode == "lora")
+def _packed_bytes(self: _Plan, frozen: bool = True) -> float:
+    "Bytes of the two copies that a CPU keeps of `frozen` bfloat16 layers while it trains or decodes (see `vocabulary.packed`)."
+    return 2 * self.shape.linear * self.number * (self.on_cpu and self.number == 2 and frozen and self.config.sft_mode != "qlora")
 
 
 @patch
@@ -763,7 +763,7 @@ def _split(self: _Plan, corpus: Corpus, steps: int) -> Cost:
     logits = 8 * min(step.most_positions * self.logits, 2**24) + 4 * step.most_positions * self.new
     seconds = self._seconds(self.processes * once + anew + suffixes, self.number, runs, shape.layers,
                             2 * steps * step.most_behind * self.kept_bytes, self._exchange(self.new_numbers, steps))
-    weights += self._packed_bytes("qlora" if config.sft_mode == "qlora" else "lora")
+    weights += self._packed_bytes()
     return Cost(flops=self.processes * once + anew + suffixes, weights=weights, state=16 * self.new_numbers, activations=active + logits,
                 cache=kept, written=2 * 12 * self.new_numbers, seconds=seconds)
 
@@ -809,7 +809,7 @@ def sft(self: _Plan, arm: str) -> Cost:
         cost.seconds = {cause: s + other.seconds[cause] for cause, s in cost.seconds.items()}
     cost.steps, cost.tokens = sum(p[1] for p in parts), sum(c.tokens(s, b, config.seed) for c, s, b in parts)
     cost.trained = trained_parameters(shape, self.new, config.sft_mode, config.lora_r, config.sft_base_rows)
-    cost.weights = self._base_bytes(config.sft_base_rows) + self._packed_bytes(config.sft_mode)
+    cost.weights = self._base_bytes(config.sft_base_rows) + self._packed_bytes(config.sft_mode != "full")
     cost.state, cost.written = 16 * cost.trained, (2 * 12 + 4) * cost.trained
     base = shape.matrices * config.sft_base_rows + (shape.total - shape.matrices) * (config.sft_mode == "full")
     cost.disk = 4 * (cost.trained - base) + self.number * base
@@ -871,7 +871,7 @@ def evaluate(self: _Plan, arm: str) -> Cost:
     active = size * max(prompt, widths[-1]) * layer_bytes(shape, self.number, None) / shape.layers + 12 * 256 * self.logits
     tuned = trained_parameters(shape, self.new, config.sft_mode, config.lora_r)
     return Cost(tokens=asked * (prompt + sum(widths[1:])), flops=flops, activations=active, cache=cache,
-                weights=self._base_bytes() + 4 * tuned + self._packed_bytes("qlora" if config.sft_mode == "qlora" else "lora"),
+                weights=self._base_bytes() + 4 * tuned + self._packed_bytes(),
                 disk=16 * asked * beams, seconds=self._seconds(flops, self.number, runs, shape.layers, runs * (read + cache)) | self._loading())
 
 # %% ../nbs/13f_plan.ipynb #d94886c6

@@ -8,7 +8,6 @@ __all__ = ['GRACE', 'launch_command', 'main', 'roll_call', 'launch']
 # %% ../nbs/08b_processes.ipynb #d487a46c
 import importlib
 import json
-import math
 import os
 import re
 import select

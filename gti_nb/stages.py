@@ -613,13 +613,11 @@ def _next_items(run: Run, arm: str, lm, users: pd.DataFrame, wording: int) -> pd
     "What `lm` predicts for `users`, asked in one of the wordings: user_id, rank, item_id, score."
     from gti_nb.decoding import beam_search
     from gti_nb.evaluation import beam_predictions
-    from gti_nb.vocabulary import packed
 
     config, sids, writer = run.config, run.sids(arm), run.writer(arm, lm.tokenizer)
     wording %= len(writer.wordings["next_item"])
     prompts = [list(writer.ask("next_item", history, wording=wording).prompt_ids) for history in users.history]
-    with packed(lm):
-        found = beam_search(lm, prompts, sids, config.beams, config.micro_batch_size, label=f"evaluate-{arm}")
+    found = beam_search(lm, prompts, sids, config.beams, config.micro_batch_size, label=f"evaluate-{arm}")
     _check_beams(found, sids)
     return beam_predictions(users.user_id.tolist(), found.codes, found.scores, sids, config.beams)
 
@@ -655,9 +653,12 @@ def _by_all(folder: Path, users: pd.DataFrame, predict) -> pd.DataFrame:
 
 def _evaluate(arm: str):
     def work(run: Run, folder: Path) -> dict:
+        from gti_nb.vocabulary import packed
+
         lm, users, predict = run.model(arm), run.test_users(), _pool_order if run.config.protocol == "graded" else _next_items
-        tables = [_by_all(folder, users, lambda some: predict(run, arm, lm, some, wording))
-                  for wording in range(run.config.eval_prompts)]
+        with packed(lm):
+            tables = [_by_all(folder, users, lambda some: predict(run, arm, lm, some, wording))
+                      for wording in range(run.config.eval_prompts)]
         return _save_predictions(run, folder, tables) if _place()[0] == 0 else {}
     return work
 
