@@ -94,7 +94,7 @@ def _function(name: str):
 
 # %% ../nbs/08b_processes.ipynb #d310c7ba
 def main(words=None) -> int:
-    """What each process runs: `python -m gti_nb.processes MODULE:FUNCTION JSON`. Returns 0; a process that fails exits with 1.
+    """What each process runs: `python -m gti_nb.processes MODULE:FUNCTION JSON`. Returns its exit code: 0, or 1 after a failure.
 
     The first process prints and, if `launch` started it, hands back what the function returns."""
     name, arguments = sys.argv[1:] if words is None else words
@@ -113,14 +113,15 @@ def main(words=None) -> int:
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next or error.__traceback__  # without this function's own line
         _record(error, folder, rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        return 1
     return 0
 
 # %% ../nbs/08b_processes.ipynb #6718895e
 if __name__ == "__main__" and "__file__" in globals():  # as a module, not in this notebook
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 # %% ../nbs/08b_processes.ipynb #cbf6097a
 def roll_call() -> list:

@@ -223,6 +223,19 @@ def test_a_killed_process_is_named(tmp_path):
     assert gone(everyone(tmp_path))
 
 
+def abort_at_exit():
+    import atexit
+    atexit.register(os.abort)
+    print("done", end="")
+    return "a value"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_python_does_at_exit_cannot_spoil_a_success(processes, capsys):
+    assert launch("test_processes:abort_at_exit", processes=processes, device="cpu") == "a value"
+    assert "done" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["test_processes:nothing", "no_such_module:f"])
 def test_a_function_that_is_not_there(name):
     with pytest.raises(UserError, match=f"there is no function '{name}'"):
