@@ -34,7 +34,7 @@ demo: install ## run the whole pipeline on the embedded data and models; prints 
 test: install ## run every notebook's tests, then tests/
 	rm -rf nbs/runs nbs/pipelines/runs
 	OMP_NUM_THREADS=1 $(VENV)/bin/nbdev-test --n-workers $(WORKERS) --do-print --timing
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=10
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 lab: install ## open the notebooks in JupyterLab, on this machine only
 	$(VENV)/bin/jupyter-lab --ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \

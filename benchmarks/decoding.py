@@ -27,6 +27,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from _rate import matmul_rate
 from gti_nb.decoding import beam_search
 from gti_nb.initializers import extend
 from gti_nb.prompts import retrieval_example
@@ -109,15 +110,6 @@ def race(lm, sids, generate, beams: int, users: int, turns: int, together: int) 
     return seconds, same
 
 
-def rate(lm, seconds: float = 0.5) -> float:
-    "Multiply-adds times two a second, of the states of a batch of prompts with a matrix of the backbone: the median."
-    weight = lm.model.base_model.layers[0].mlp.up_proj.weight
-    states, times, began = torch.randn(USERS * TOKENS, weight.shape[1]), [], time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        times.append(timed(lambda: torch.nn.functional.linear(states, weight))[0])
-    return 2 * weight.numel() * len(states) / statistics.median(times)
-
-
 def operations(lm, beams: int) -> float:
     "Two for each multiply-add, for one user: the prompt and the beams of all levels but the last, and the head after each."
     backbone = sum(p.numel() for p in lm.model.base_model.layers.parameters())
@@ -134,7 +126,7 @@ def search(quick: bool) -> dict:
     generate, result, same = Generate(lm, sids), {}, True
     beam_search(lm, prompts(lm, sids, 1), sids, 2)
     generate(prompts(lm, sids, 1), 2)
-    speed = rate(lm)
+    speed = matmul_rate(lm.model.base_model.layers[0].mlp.up_proj.weight, USERS * TOKENS)
     for beams, users, turns, together in ((20, USERS, 2, 0), (100, 4, 1, 0)) if quick else ((20, USERS, 9, 2), (100, USERS, 5, 1)):
         with torch.no_grad():
             seconds, equal = race(lm, sids, generate, beams, users, turns, together)

@@ -32,6 +32,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from _rate import matmul_rate
 from gti_nb.data import load_dataset
 from gti_nb.grounding import MaskedEngine, SplitEngine, cut
 from gti_nb.initializers import extend
@@ -117,17 +118,6 @@ def ratio(slow, fast) -> float:
     return round(statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds)), 2)
 
 
-def rate(lm, seconds: float = 0.5) -> float:
-    "Multiply-adds times two a second, of a batch's states with a matrix of the backbone, in the model's dtype: the median."
-    weight = lm.model.base_model.layers[0].mlp.up_proj.weight
-    states, times, began = torch.randn(BATCH * 32, weight.shape[1], dtype=weight.dtype), [], time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        torch.nn.functional.linear(states, weight)
-        times.append(time.perf_counter() - start)
-    return 2 * weight.numel() * len(states) / statistics.median(times)
-
-
 def operations(lm, batch, kept: bool) -> float:
     "Two for each multiply-add that an exact step on `batch` can't do without."
     cuts = [cut(e.prompt_ids + e.answer_ids, (-100,) * len(e.prompt_ids) + e.answer_ids, lm.first_new_id) for e in batch]
@@ -141,7 +131,7 @@ def operations(lm, batch, kept: bool) -> float:
 
 def floors(lm, found, batches) -> dict:
     "How long the operations of a step must take, and how often that fits into the time it took."
-    speed, result = rate(lm), {}
+    speed, result = matmul_rate(lm.model.base_model.layers[0].mlp.up_proj.weight, BATCH * 32), {}
     for name in ("split", "kept"):
         seconds = [operations(lm, batch, name == "kept") / speed for batch in batches]
         result |= {f"{name}_floor_seconds": round(statistics.median(seconds), 3),

@@ -11,24 +11,23 @@ micro-batches. A ratio is the median over the turns of what two took for the sam
 excluded. Once with questions for the next item, once with these mixed with descriptions of items, which differ more in length.
 
 Two more Trainers, on the first task, show what is due to the rows: `frozen` leaves the new rows as they are (so it does less than
-asked), `to_save` trains both whole matrices, as in the paper. Peak memory is that of a process that does nothing else. `--quick`
-takes fewer and smaller steps, of the first task and against the first Trainer only.
+asked), `to_save` trains both whole matrices, as in the paper. Peak memory is that of a fork of this process, which has loaded the
+model and nothing else. `--quick` takes fewer and smaller steps, of the first task, and only of `fit` and the first Trainer.
 
 The last line is one JSON object."""
 
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import warnings
 
+import greenlet
 import numpy as np
 import torch
 
@@ -86,34 +85,30 @@ def trainer(model, lm, examples, config: TrainConfig, callbacks=()):
 
 
 class Turns:
-    "A Trainer in a thread of its own that waits after each of its steps until `step` asks for the next one."
+    "A Trainer that stops after each of its steps until `step` asks for the next one. In the same thread: another one's OpenMP slows both."
 
     def __init__(self, model, lm, examples, config):
         from transformers import TrainerCallback
-        self.go, self.done, self.seconds, turns = threading.Semaphore(0), threading.Semaphore(0), [], self
+        here, self.seconds = greenlet.getcurrent(), []
 
         class Wait(TrainerCallback):
             def on_train_begin(self, *args, **kwargs):
-                turns.go.acquire()
+                here.switch()
 
             def on_step_end(self, *args, **kwargs):
-                turns.done.release()
-                turns.go.acquire()
+                here.switch()
 
-        run = trainer(model, lm, examples, config, [Wait()])
-        self.thread = threading.Thread(target=run.train, daemon=True)
-        self.thread.start()
+        self.training = greenlet.greenlet(trainer(model, lm, examples, config, [Wait()]).train)
+        self.training.switch()
 
     def step(self):
         began = time.perf_counter()
-        self.go.release()
-        self.done.acquire()
+        self.training.switch()
         self.seconds.append(time.perf_counter() - began)
 
     def finish(self):
         "Let the Trainer, which has taken its last step, return, so that its memory is free."
-        self.go.release()
-        self.thread.join()
+        self.training.switch()
 
 
 class Unsorted:
@@ -136,11 +131,12 @@ class Unsorted:
         self.seconds.append(time.perf_counter() - began)
 
 
-def race(lm, examples, config: TrainConfig, way: str) -> dict:
-    "Seconds of each step: of `fit`, of our step on unsorted micro-batches, and of the Trainer of `way`."
-    others = {way: Turns(peft_model(lm, way), lm, examples, config)}
+def race(lm, examples, config: TrainConfig, way: str, unsorted: bool) -> dict:
+    "Seconds of each step: of `fit`, of the Trainer of `way`, and (if asked for) of our step on unsorted micro-batches."
+    others, seconds, since = {way: Turns(peft_model(lm, way), lm, examples, config)}, [], [0.0]
     prepare(lm, SETTINGS)
-    others["unsorted"], seconds, since = Unsorted(lm, examples, config), [], [0.0]
+    if unsorted:
+        others["unsorted"] = Unsorted(lm, examples, config)
 
     def observe(done):
         if done:
@@ -178,32 +174,39 @@ def report(seconds, examples, config: TrainConfig) -> dict:
     found = {f"{name}_seconds": round(statistics.median(taken[1:]), 2) for name, taken in seconds.items()}
     found |= {f"{name}_tokens_per_second": round(statistics.median(n / t for n, t in list(zip(tokens, seconds[name]))[1:]), 1)
               for name in ("fit", "trainer")}
-    found |= {"speedup_vs_trainer": ratio(seconds["trainer"], seconds["fit"]),
-              "speedup_on_its_micro_batches": ratio(seconds["trainer"], seconds["unsorted"]),
-              "bucketing_gain": ratio(seconds["unsorted"], seconds["fit"])}
+    found |= {"speedup_vs_trainer": ratio(seconds["trainer"], seconds["fit"])}
+    if "unsorted" in seconds:
+        found |= {"speedup_on_its_micro_batches": ratio(seconds["trainer"], seconds["unsorted"]),
+                  "bucketing_gain": ratio(seconds["unsorted"], seconds["fit"])}
     return found | {"padding_unsorted": padding(examples, config), "padding_sorted": padding(examples, config, lambda e: (e.kind, len(e)))}
 
 
-def memory(side: str, steps: int, size: int) -> float:
-    "Peak memory in MB of a process that fine-tunes: this one."
-    lm, tasks = world()
+def memory(lm, examples, side: str, steps: int, size: int) -> float:
+    "Peak memory in MB of this process, which fine-tunes."
     config = TrainConfig(steps=steps, batch_size=size, micro_batch_size=size, checkpoint_every=steps + 1)
     if side == "fit":
         prepare(lm, SETTINGS)
-        fit(lm, tasks[""], config, tempfile.mkdtemp(), "fit")
+        fit(lm, examples, config, tempfile.mkdtemp(), "fit")
     else:
-        trainer(peft_model(lm, side), lm, tasks[""], config).train()
+        trainer(peft_model(lm, side), lm, examples, config).train()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def peaks(steps: int, size: int) -> dict:
-    "Peak memory of both sides, each in a process of its own."
-    found = {}
+def peaks(lm, examples, steps: int, size: int, threads: int) -> dict:
+    "Peak memory of both sides, each in a fork. This process must not have started threads of its own: a fork wouldn't have them."
+    found, forks = {}, multiprocessing.get_context("fork")
+
+    def work(side, pipe):
+        torch.set_num_threads(threads)
+        pipe.send(memory(lm, examples, side, steps, size))
+
     for side in ("fit", "trainer"):
-        run = subprocess.run([sys.executable, __file__, "--memory", side, str(steps), str(size)], capture_output=True, text=True)
-        if run.returncode:
-            raise RuntimeError(run.stderr[-2000:])
-        found[f"{side}_peak_mb"] = round(float(run.stdout.split()[-1]))
+        receiver, sender = forks.Pipe(duplex=False)
+        fork = forks.Process(target=work, args=(side, sender))
+        fork.start()
+        sender.close()
+        found[f"{side}_peak_mb"] = round(receiver.recv())  # EOFError if it died
+        fork.join()
     return found | {"peak_memory_ratio": round(found["fit_peak_mb"] / found["trainer_peak_mb"], 3), "memory_micro_batch": size}
 
 
@@ -216,26 +219,25 @@ def loss_difference(lm, examples) -> float:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller steps")
-    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.memory:
-        print(memory(arguments.memory[0], *map(int, arguments.memory[1:])))
-        return
-    quick = arguments.quick
-    result = {"benchmark": "sft", "quick": quick, "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1)}
-    result |= peaks(1, 2) if quick else peaks(2, 16)
+    parser.add_argument("--quick", action="store_true", help="in less than 50 seconds")
+    quick, threads = parser.parse_args().quick, torch.get_num_threads()
+    result = {"benchmark": "sft", "quick": quick, "threads": threads, "load": round(os.getloadavg()[0], 1)}
+    torch.set_num_threads(1)  # until the forks are made
+    lm, tasks = world()
+    result |= peaks(lm, tasks[""], *(1, 2) if quick else (2, 16), threads)
     print(result, flush=True)
-    steps, batch, micro = (3, 4, 2) if quick else (6, 16, 4)
+    torch.set_num_threads(threads)
+    steps, batch, micro = (3, 2, 2) if quick else (6, 16, 4)
     config = TrainConfig(steps=steps, batch_size=batch, micro_batch_size=micro, checkpoint_every=steps + 1)
     for suffix, way in [("", "trainer")] if quick else [("", "trainer"), ("_mixed", "trainer"), ("", "frozen"), ("", "to_save")]:
-        lm, tasks = world()
+        lm = lm or world()[0]
         if way == "trainer":
             result |= {"dtype": str(lm.dtype).removeprefix("torch."), "loss_difference" + suffix: loss_difference(lm, tasks[suffix])}
-        seconds = race(lm, tasks[suffix], config, way)
+        seconds = race(lm, tasks[suffix], config, way, unsorted=not quick)
         part = report(seconds, tasks[suffix], config) if way == "trainer" else {f"speedup_vs_{way}": ratio(seconds[way], seconds["fit"])}
         print(way, suffix or "_next", part, flush=True)
         result |= {name + suffix: value for name, value in part.items()}
+        lm = None  # it has adapters now
     print(json.dumps(result))
 
 

@@ -238,7 +238,7 @@ def _check_trackers(names, label: str):
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"{label}: no tracker is called {name!r}: choose of {', '.join(LOGGER_TYPE_TO_CLASS)}, or none")
-        if name in LoggerType and name not in get_available_trackers():
+        if name in LoggerType and LoggerType(name) not in get_available_trackers():
             raise UserError(f"{label}: the tracker {name!r} needs the package {name}, which isn't installed: pip install {name}")
 
 

@@ -387,6 +387,17 @@ def test_trackers(tmp_path, monkeypatch):
     assert set(logged[0][1]) >= {"loss", "sid", "text", "learning_rate"}
 
 
+def test_tensorboard_has_the_history(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    lm = model_of()
+    history = fit(lm, examples_of(lm), TrainConfig(**SMALL.model_dump() | {"trackers": ("tensorboard",)}), tmp_path, "mine")
+    events = EventAccumulator(str(tmp_path / "mine")).Reload()
+    losses = events.Scalars("loss")
+    assert [event.step for event in losses] == list(range(1, 9))
+    assert [event.value for event in losses] == pytest.approx(history.loss.tolist(), rel=1e-6)
+    assert "learning_rate" in events.Tags()["scalars"]
+
+
 def test_missing_trackers_are_named(tmp_path, monkeypatch):
     from accelerate import tracking
     monkeypatch.setattr(tracking, "_available_trackers", [])
