@@ -56,7 +56,7 @@ def _log_probs(lm: ExtendedLM, hidden, level: int, size: int, allowed, scores: s
 
 # %% ../nbs/11_decoding.ipynb #57e7eeb0
 class _Legal:
-    "What may follow each beam: the codes that lead on to a SID of the `trie`. A choice is a code."
+    "What may follow each beam: the codes that lead on to an SID of the `trie`. A choice is a code."
 
     def __init__(self, lm: ExtendedLM, trie: Trie, users: int, scores: str):
         self.lm, self.trie, self.scores = lm, trie, scores

@@ -351,7 +351,7 @@ def map_2d(groups: dict, base_rows, sample: int = 2000, seed: int = 0) -> pd.Dat
     """The vocabulary and groups of new rows on one plane: columns `group` ("old" for the vocabulary), `row`, `x`, `y`.
 
     groups: name -> rows [n, d]; base_rows [V, d]. Of each, at most `sample` rows are shown: of the vocabulary a draw by
-    `seed`, of the others every so-manieth. The plane is that of the first two principal axes of all of them, in which each
+    `seed`, of the others rows at equal steps. The plane is that of the first two principal axes of all of them, in which each
     group weighs as much as the vocabulary; x and y are distances in the rows' own units. `attrs["kept"]` has, for each
     group, the share of its spread (squared distances to its mean) that the plane shows, NaN for equal rows."""
     at = {"old": np.sort(np.random.default_rng(seed).permutation(len(base_rows))[:sample])}

@@ -20,7 +20,7 @@ INITIALIZERS = {}
 
 
 def initializer(name: str):
-    "Decorator that enters a function into the registry as `name`. Yours can join: an arm of a run calls it by that name."
+    "Decorator that enters a function into the registry as `name`, by which an arm of a run calls it."
     def enter(function):
         INITIALIZERS[name] = function
         return function

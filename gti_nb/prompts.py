@@ -118,7 +118,7 @@ def grounding_examples(tokenizer, items, sids, directions=("text_to_sid", "sid_t
                        system: str = SYSTEM) -> list[Example]:
     """D_ground (section 3 of the paper): the pairs of text and SID of every item, rendered with the extended `tokenizer`.
 
-    items: the catalogue's DataFrame (item_id, title, description); items without a SID are left out. sids: `SemanticIds`.
+    items: the catalogue's DataFrame (item_id, title, description); items without an SID are left out. sids: `SemanticIds`.
     directions: one or both; `kind` of an example is its direction. templates: which texts of an item, "title", "description",
     "both"; an item that lacks a text skips the templates that need it. system: as in `render`.
     Raises `UserError` for an unknown direction or template, or if no item has the texts that the templates need."""

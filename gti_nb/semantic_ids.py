@@ -346,7 +346,7 @@ def quality_figure(before, after, codebook_size: int):
 
     quality, panels = quality_report(after, codebook_size), np.shape(after)[1] + 1
     titles = [f"level {row.level}: {row.used} of {row.of} used" for row in quality.itertuples()]
-    fig = make_subplots(1, panels, subplot_titles=[*titles, "groups that share a SID"], horizontal_spacing=0.2 / panels)
+    fig = make_subplots(1, panels, subplot_titles=[*titles, "groups that share an SID"], horizontal_spacing=0.2 / panels)
     styles = {"before": dict(line_color=COLORS[1]), "after": dict(line_width=0, fill="tozeroy", fillcolor=COLORS[0])}
     for name, codes in (("after", after), ("before", before)):  # the line of before, over the area of after
         for level, column in enumerate(np.asarray(codes).T, 1):

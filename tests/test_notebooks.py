@@ -4,6 +4,7 @@ Each check takes a `Page` and yields what is wrong. `test_notebook` runs all of 
 breaks a good notebook in one way a check, and the check must see it."""
 
 import ast
+import html
 import json
 import re
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from markdown_it import MarkdownIt
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 PATHS = sorted(path for path in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 KERNEL = {"display_name": "python3", "language": "python", "name": "python3"}
 MOST_BYTES, MOST_LINES = 500 * 1024, 60
+MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
 
 
 @dataclass
@@ -128,9 +131,8 @@ def installs_nothing(page):
             yield f"cell {k}"
 
 
-def anchors(path: Path) -> set[str]:
-    "The anchors of a notebook's headings, as JupyterLab makes them: hyphens for spaces, without the marks of Markdown."
-    cells = json.loads(path.read_text(encoding="utf-8")).get("cells", [])
+def anchors(cells) -> set[str]:
+    "The anchors of the headings in a notebook's cells, as JupyterLab makes them: hyphens for spaces, without the marks of Markdown."
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     return {re.sub("[*`\"]", "", heading).replace(" ", "-") for text in texts for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
@@ -144,8 +146,30 @@ def has_links_that_resolve(page):
                 continue
             file, _, anchor = target.partition("#")
             path = page.path.parent / file if file else page.path
-            if not path.exists() or anchor and path.suffix == ".ipynb" and anchor not in anchors(path):
+            if not path.exists():
                 yield f"cell {k} links to {target}, which is not there"
+            elif anchor and path.suffix == ".ipynb":
+                cells = json.loads(path.read_text(encoding="utf-8")).get("cells", []) if file else page.cells
+                if anchor not in anchors(cells):
+                    yield f"cell {k} links to {target}, and there is no such heading"
+
+
+def skips_forward(page):
+    for k, source, _ in page.sources("markdown"):
+        for line in re.findall(r"^\*\*Skip\?\*\*.*$", source, re.MULTILINE):
+            targets = re.findall(r"\]\(#([^)\s]+)\)", line)
+            if not targets or set(targets) - anchors(page.cells[k + 1:]):
+                yield f"cell {k} says Skip? and doesn't link to a heading further down"
+
+
+def has_formulas_that_markdown_leaves_alone(page):
+    "Some sites read Markdown before formulas: `\\,` becomes a comma there, and two `}_` become italics."
+    for k, source, _ in page.sources("markdown"):
+        shown = " ".join(html.unescape(MARKDOWN.render(source)).split())
+        without_code = re.sub(r"```.*?```|`[^`\n]*`", "", source, flags=re.DOTALL)
+        for formula in re.findall(r"\$\$.+?\$\$|(?<![\w$])\$[^$\n]+\$", without_code, re.DOTALL):
+            if " ".join(formula.split()) not in shown:
+                yield f"cell {k}: {formula}"
 
 
 def suits_papermill(page):
@@ -164,7 +188,7 @@ def suits_papermill(page):
 
 CHECKS = [is_valid, is_small, has_no_execution_counts, has_no_widget_state, has_no_conflict_markers, has_no_traces_of_a_run,
           has_no_private_metadata, keeps_imports_apart, has_short_cells, installs_nothing, has_links_that_resolve,
-          suits_papermill]
+          skips_forward, has_formulas_that_markdown_leaves_alone, suits_papermill]
 
 
 def test_there_are_notebooks():
@@ -185,10 +209,12 @@ def good_notebook():
         "cell_type": "code", "id": name, "execution_count": None, "metadata": {"tags": list(tags)} if tags else {},
         "outputs": list(outputs), "source": [source]}
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": dict(KERNEL)}, "cells": [
-        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["[here](good.ipynb) and [there](https://example.com)"]},
+        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["# Top\n\n[here](good.ipynb) and [there](https://example.com)\n\n",
+                                                                        "**Skip?** Go on [further down](#Further-down)."]},
         code("b", "from typing import Any\nseed: int = 0  # random seed", ["parameters"]),
         code("c", "import math\nimport re"),
-        code("d", "%time seed + 2", outputs=[output])]}
+        code("d", "%time seed + 2", outputs=[output]),
+        {"cell_type": "markdown", "id": "e", "metadata": {}, "source": ["## Further down\n\nIs $c_{l+1} > c_l$?"]}]}
 
 
 def broken(place, value):
@@ -222,6 +248,10 @@ WAYS_TO_BREAK = [
     (has_links_that_resolve, broken(("cells", 0, "source"), ["[next](99_nowhere.ipynb)"])),
     (has_links_that_resolve, broken(("cells", 0, "source"), ["[next](good.ipynb#Nowhere)"])),
     (has_links_that_resolve, broken(("cells", 3, "outputs", 0, "data"), {"text/markdown": ["[next](99_nowhere.ipynb)"]})),
+    (skips_forward, broken(("cells", 0, "source"), ["**Skip?** Go on further down."])),
+    (skips_forward, broken(("cells", 0, "source"), ["# Top\n\n**Skip?** Go on [above](#Top)."])),
+    (has_formulas_that_markdown_leaves_alone, broken(("cells", 4, "source"), ["Half of $a\\,b$ is lost."])),
+    (has_formulas_that_markdown_leaves_alone, broken(("cells", 4, "source"), ["$$\\mathcal{L}_\\mathrm{a} = \\mathcal{L}_\\mathrm{b}$$"])),
     (suits_papermill, broken(("cells", 1, "metadata", "tags"), [])),
     (suits_papermill, broken(("cells", 3, "source"), ["double = lambda x: 2 * x"])),
     (suits_papermill, broken(("cells", 3, "source"), ["#| eval: false\n", "1"])),

@@ -67,6 +67,14 @@ def test_what_comes_from_another_server_is_seen(page, found):
     assert len(docs.foreign(page)) == found
 
 
+def test_the_site_shows_no_directives(tmp_path):
+    path = tmp_path / "lesson.ipynb"
+    sources = ["#| default_exp data", "#| export\nx = '#| y'", "#| hide\nimport os", "# a comment"]
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("#| text"), *map(nbformat.v4.new_code_cell, sources)]), path)
+    docs.readable(path)
+    assert [cell.source for cell in nbformat.read(path, as_version=4).cells] == ["#| text", "x = '#| y'", "# a comment"]
+
+
 def test_docstrings_become_restructured_text():
     assert docs.escaped("`x` [n, d], **kwargs and a_ or |b|") == "``x``\\  [n, d], \\*\\*kwargs and a\\_ or \\|b\\|"
 
@@ -90,6 +98,13 @@ def test_a_lesson_is_described_by_its_first_cell(tmp_path):
     assert facts == {"page": "07_prompts", "title": "07 · Prompts", "idea": "One way to write.", "needs": ["04_vocabulary", "03_x"],
                      "minutes": 5, "seconds": 4}
     assert readme.lesson_facts("07_prompts", tmp_path / "07_prompts.ipynb", {}, ["07_prompts"])["seconds"] is None
+
+
+def test_a_lesson_promises_the_minutes_that_are_counted():
+    promised = {path.stem: re.search(r"(\d+) minutes to read", prose(path.name)) for path in docs.modules().values()}
+    counted = {fact["page"]: fact["minutes"] for fact in json.loads((ROOT / "nbs" / "measured" / "lessons.json").read_text("utf-8"))}
+    assert sum(map(bool, promised.values())) > 15
+    assert {page: found[1] for page, found in promised.items() if found and abs(int(found[1]) - counted[page]) > 5} == {}
 
 
 def test_commands_of_the_readme_exist():

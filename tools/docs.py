@@ -36,7 +36,11 @@ CONSTANT = """.. py:data:: {name}
    {words}
 
 """
-STYLE = ".content { width: min(62em, 100%); }\n"  # lines of code have up to 120 characters
+STYLE = """.main { min-width: 0; }
+.content { width: min(68em, 100%); min-width: 0; box-sizing: border-box; }  /* lines of code have up to 120 characters */
+table.dataframe { border: none; border-collapse: collapse; }
+table.dataframe td, table.dataframe th { border: none; border-bottom: 1px solid var(--color-background-border); padding: 0.2em 0.7em; text-align: right; }
+"""
 
 
 def modules(nbs: Path = ROOT / "nbs") -> dict[str, Path]:
@@ -55,8 +59,8 @@ def navigation() -> dict[str, list[str]]:
     nbs = ROOT / "nbs"
     others = sorted(path.relative_to(nbs).with_suffix("").as_posix() for path in nbs.rglob("*.ipynb")
                     if not {".ipynb_checkpoints", "runs"} & set(path.parts))
-    return {"Beside the lessons": [name for name in others if name not in lessons and name != "index"],
-            "Lessons": lessons, "Library": [f"api/{name}" for name in modules()]}
+    return {"Lessons": lessons, "Beside the lessons": [name for name in others if name not in lessons and name != "index"],
+            "Library": [f"api/{name}" for name in modules()]}
 
 
 def escaped(text: str) -> str:
@@ -110,6 +114,19 @@ SETTINGS = {
 }
 
 
+def readable(path: Path):
+    "Take nbdev's directives out of a notebook for readers, in place, and the cells that hold nothing else or are hidden."
+    notebook, cells = nbformat.read(path, as_version=4), []
+    for cell in notebook.cells:
+        directives = re.findall(r"^#\|\s*(\w+)", cell.source, re.MULTILINE) if cell.cell_type == "code" else []
+        if directives:
+            cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.MULTILINE)
+        if cell.source.strip() and "hide" not in directives:
+            cells.append(cell)
+    notebook.cells = cells
+    nbformat.write(notebook, path)
+
+
 def write_sources(folder: Path):
     "What Sphinx reads: the notebooks, what they link to beside them, and a page a module."
     shutil.rmtree(folder.parent, ignore_errors=True)
@@ -117,6 +134,8 @@ def write_sources(folder: Path):
     for name in BESIDE:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder.parent / name)
+    for path in folder.rglob("*.ipynb"):
+        readable(path)
     index = nbformat.read(folder / "index.ipynb", as_version=4)
     for caption, pages in navigation().items():
         index.cells.append(nbformat.v4.new_markdown_cell(INDEX.format(caption=caption, pages="\n".join(pages))))
