@@ -7,15 +7,17 @@ __all__ = ['COMMANDS', 'status_table', 'export_arm', 'overrides_of', 'grid_of', 
 
 # %% ../nbs/15_cli.ipynb #0bc2a2fc
 import argparse
+import inspect
+import json
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pandas as pd
 import yaml
 
-from .config import RunConfig, load_config
+from .config import Arm, RunConfig, load_config
 from .core import UserError, atomic_path, read_json
-from .explore import open_run
 from .pipeline import difference_table, result_table, run_pipeline
 from .stages import Run
 from .sweep import compare_runs, run_sweep
@@ -46,11 +48,18 @@ def export_arm(run: Run, arm: str, folder) -> Path:
     return Path(folder)
 
 # %% ../nbs/15_cli.ipynb #eb55cecf
+def _value(text: str):
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{text} is no value: give a number, a word, or a list such as [5, 10]") from None
+
+
 def overrides_of(pairs: list) -> dict:
     "Parameters from pairs of words, (name, value as YAML)."
     return {name: _value(value) for name, value in pairs}
 
-
+# %% ../nbs/15_cli.ipynb #20c4f528
 def grid_of(words: list) -> dict:
     "A grid, parameter -> list of values, from words such as `sft_steps=100,200`. Raises `UserError` for one of another form."
     grid = {}
@@ -61,31 +70,49 @@ def grid_of(words: list) -> dict:
         grid[name] = _value(f"[{values}]")
     return grid
 
-
-def _value(text: str):
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"{text} is no value: give a number, a word, or a list such as [5, 10]") from None
-
 # %% ../nbs/15_cli.ipynb #3f6f5753
-def _fields() -> str:
-    "All parameters with their defaults, for a help text."
-    default = lambda name, field: "mean and gti" if name == "arms" else field.default
-    return "\n".join(f"  {name:24} {field.description} (default: {default(name, field)})" for name, field in RunConfig.model_fields.items())
+def _fields(model, but=()) -> str:
+    "The parameters of a pydantic `model`, without those in `but`, with their defaults, for a help text."
+    def default(name, value):
+        return "mean and gti" if name == "arms" else value if isinstance(value, str) else json.dumps(value)
+
+    choices = lambda kind: f": {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+    return "\n".join(f"  {name:24} {field.description}{choices(field.annotation)} (default: {default(name, field.default)})"
+                     for name, field in model.model_fields.items() if name not in but)
 
 
+def _parameters() -> str:
+    "All that a configuration can set."
+    from gti_nb.initializers import INITIALIZERS
+    from gti_nb.rqvae import RQVAEConfig
+
+    own = ("levels", "codebook_size", "steps", "seed")  # these are parameters of the run
+    return (f"parameters, in the YAML file or with -p:\n{_fields(RunConfig)}\n\n"
+            "an arm's settings, such as -p arms '{mean: {}, gti: {grounding: true}}':\n"
+            f"{_fields(Arm)}\n  initializers: {', '.join(INITIALIZERS)}\n\n"
+            f"settings of rqvae, such as -p rqvae '{{hidden: [1024, 512, 256]}}':\n{_fields(RQVAEConfig, own)}")
+
+# %% ../nbs/15_cli.ipynb #07b37230
 def _add_config(parser):
     "The arguments of a command that takes a configuration."
-    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"parameters, in the YAML file or with -p:\n{_fields()}"
-    parser.add_argument("config", help="a YAML file such as configs/demo.yaml")
+    parser.epilog = "all parameters and their defaults: gti run --help"
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/demo.yaml")
     parser.add_argument("-p", dest="overrides", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
-                        help="set a parameter, such as -p seed 1 or -p run_dir runs/mine; may be repeated")
+                        help="set a parameter, such as -p seed 1 or -p run_dir runs/mine; VALUE is YAML; may be repeated")
 
-
+# %% ../nbs/15_cli.ipynb #ea3a18b4
 def _add_run(parser):
-    "run the pipeline notebook on a configuration, or go on with an interrupted run: what is done is skipped"
+    """run a configuration, or go on with a run that was interrupted
+
+    What is done is skipped, so after an interruption the same command goes on. After a change of parameters it does again
+    only the stages that depend on them. All it makes is in the folder run_dir: report.html to read, metrics.json, the
+    executed notebook pipeline.ipynb, and a folder for each stage.
+
+      gti run configs/smoke.yaml                                  to see that everything works
+      gti run configs/demo.yaml -p seed 1 -p run_dir runs/mine"""
     _add_config(parser)
+    plain, parser.epilog = parser.format_help, None
+    parser.format_help = lambda: f"{plain()}\n{_parameters()}\n"  # made when it is asked for: it imports what it explains
 
 
 def _run(options):
@@ -94,7 +121,7 @@ def _run(options):
     _print_tables({"": result_table(run), "Paired differences, 95 % bootstrap over users:": difference_table(run)})
     print(f"report: {report}\nopen it with: {sys.executable} -m webbrowser -t {report.as_uri()}")
 
-
+# %% ../nbs/15_cli.ipynb #d3bb6e0c
 def _print_tables(tables: dict):
     with pd.option_context("display.width", 200, "display.max_columns", None, "display.max_colwidth", None, "display.max_rows", None):
         for title, table in tables.items():
@@ -103,14 +130,19 @@ def _print_tables(tables: dict):
 
 # %% ../nbs/15_cli.ipynb #b9e564dc
 def _add_sweep(parser):
-    "run every combination of a grid with every seed; finished points are skipped, a failed one doesn't stop the others"
+    """run every combination of a grid with every seed, and combine the seeds
+
+    Each combination is a run in a folder of its own. Finished ones are skipped, so the same command goes on; one that
+    fails doesn't stop the others. Stages that several have in common are done once.
+
+      gti sweep configs/demo.yaml --grid sft_steps=100,200 --seeds 0,1,2 --out runs/lengths"""
     _add_config(parser)
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=V1,V2",
                         help="values of a parameter, such as --grid sft_steps=100,200; may be repeated")
     parser.add_argument("--seeds", metavar="S1,S2", help="seeds, such as 0,1,2 (default: that of the configuration)")
-    parser.add_argument("--out", default="runs/sweep", help="folder of the sweep (default: runs/sweep)")
+    parser.add_argument("--out", default="runs/sweep", metavar="FOLDER", help="folder of the sweep (default: runs/sweep)")
 
-
+# %% ../nbs/15_cli.ipynb #b98e3f86
 def _sweep(options) -> int:
     config, grid = load_config(options.config, overrides_of(options.overrides)), grid_of(options.grid)
     sweep = run_sweep(config, grid, options.seeds and _value(f"[{options.seeds}]"), options.out)
@@ -121,29 +153,43 @@ def _sweep(options) -> int:
         print(f"gti: point {point} failed: {reason}", file=sys.stderr)
     return 1 if sweep.failed else 0
 
-
+# %% ../nbs/15_cli.ipynb #edd858c1
 def _add_compare(parser):
-    "put finished runs side by side: parameters that differ, metrics, geometry, times, and where they were made"
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a finished run")
-    parser.add_argument("--out", default="compare.html", help="the page to write (default: compare.html)")
+    """put finished runs side by side: what differs in their parameters, and in what came out
+
+    Prints parameters and metrics, and writes a page that also has geometry, times, memory, and where each was made."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a finished run, such as runs/demo")
+    parser.add_argument("--out", default="compare.html", metavar="FILE", help="the page to write (default: compare.html)")
 
 
 def _compare(options):
+    from gti_nb.explore import open_run
+
     tables = compare_runs([open_run(folder) for folder in options.runs], options.out)
     _print_tables({title: tables[title] for title in ("Parameters that differ", "Metrics")})
     print(f"geometry, times and all the rest: {options.out}")
 
-# %% ../nbs/15_cli.ipynb #b98e3f86
+# %% ../nbs/15_cli.ipynb #2e63de81
 def _add_plan(parser):
-    "say what each stage of a run will cost, in time, memory and disk, on GPUs of a kind or on this machine, before it starts"
+    """say what each stage of a run will cost before it starts: time, memory and disk
+
+    On GPUs of a kind, or on this machine's CPU, which is then measured for some seconds. Nothing is trained, and of a model
+    only the configuration is read. The table: numbers that are trained, optimizer steps, tokens of examples, FLOPs of all
+    GPUs together, memory of each GPU and of the host, what is left on disk, time, and what takes most of it: compute,
+    memory (moving it), launches (handing operations to the GPU), link (between GPUs) or host (work on the CPU).
+
+      gti plan configs/demo.yaml --gpu CPU
+      gti plan configs/vibrent-h100.yaml --gpus 8 --items 12193 --users 7416 --events 69509      before there are data"""
     _add_config(parser)
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help="H100, H200, A100, L4, 'RTX 4090', or CPU: this machine, measured (default: H100)")
+    parser.add_argument("--gpu", default="H100", metavar="NAME",
+                        help="H100, H200, A100, L4, 'RTX 4090', or CPU: this machine, measured (default: H100)")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many of them (default: the configuration's processes)")
     for name in ("items", "users", "events"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"plan for so many {name}, without data; all three go together")
-    parser.add_argument("--text-tokens", type=int, default=60, metavar="N", help="tokens of an item's title and description, then (default: 60)")
+    parser.add_argument("--text-tokens", type=int, default=60, metavar="N",
+                        help="with them: tokens of an item's title and description together (default: 60)")
 
-
+# %% ../nbs/15_cli.ipynb #6a45ff5d
 def _plan(options):
     from gti_nb.plan import plan, readable, verdict
 
@@ -152,9 +198,11 @@ def _plan(options):
     _print_tables({"": readable(table)})
     print(verdict(table))
 
-
+# %% ../nbs/15_cli.ipynb #45b241f8
 def _add_check_env(parser):
-    "say whether this machine has what gti_nb needs, or what to do; the exit code is 1 if something is missing"
+    """say whether this machine has what gti_nb needs, and what to do if not
+
+    The exit code is 1 if something is missing."""
 
 
 def _check_env(options) -> int:
@@ -166,16 +214,23 @@ def _check_env(options) -> int:
 
 # %% ../nbs/15_cli.ipynb #693fa5d0
 def _add_status(parser):
-    "say which stages of a run are done, what they took, and what a new start would do"
-    parser.add_argument("run", help="the folder of a run, such as runs/demo")
+    """say how far a run is: the state of each stage, its seconds, and its peak memory in GB
+
+    A new start skips what is done, goes on with what is interrupted, and does again what is out of date: a parameter that
+    it depends on has changed since."""
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo")
 
 
 def _status(options):
+    from gti_nb.explore import open_run
+
     print(status_table(open_run(options.run, finished=False)).to_string(na_rep=""))
 
-
+# %% ../nbs/15_cli.ipynb #192c3470
 def _add_explore(parser):
-    "open JupyterLab on the explorer of a run"
+    """open JupyterLab on the explorer of a finished run
+
+    It stays open until you stop it with Ctrl-C."""
     _add_status(parser)
 
 
@@ -184,31 +239,41 @@ def _explore(options) -> int:
 
     return open_lab(options.run)
 
-
+# %% ../nbs/15_cli.ipynb #eb4466e9
 def _add_export(parser):
-    "write an arm's fine-tuned model as a plain checkpoint, with its tokenizer and semantic IDs"
+    """write an arm's fine-tuned model as a plain checkpoint, with its tokenizer and semantic IDs
+
+    transformers opens it without this library: AutoModelForCausalLM.from_pretrained(FOLDER).
+
+      gti export runs/demo gti model"""
     _add_status(parser)
-    parser.add_argument("arm", help="the arm, such as gti")
-    parser.add_argument("folder", help="where the checkpoint goes")
+    parser.add_argument("arm", metavar="ARM", help="the arm, such as gti")
+    parser.add_argument("folder", metavar="FOLDER", help="where the checkpoint goes; it must be new or empty")
 
 
 def _export(options):
+    from gti_nb.explore import open_run
+
     print(f"written to {export_arm(open_run(options.run, finished=False), options.arm, options.folder)}")
 
-# %% ../nbs/15_cli.ipynb #192c3470
-COMMANDS = {"run": (_add_run, _run), "sweep": (_add_sweep, _sweep), "plan": (_add_plan, _plan), "status": (_add_status, _status),
-            "compare": (_add_compare, _compare), "explore": (_add_explore, _explore), "export": (_add_export, _export),
-            "check-env": (_add_check_env, _check_env)}
+# %% ../nbs/15_cli.ipynb #054f9755
+COMMANDS = {"check-env": (_add_check_env, _check_env), "plan": (_add_plan, _plan), "run": (_add_run, _run), "status": (_add_status, _status),
+            "sweep": (_add_sweep, _sweep), "compare": (_add_compare, _compare), "explore": (_add_explore, _explore),
+            "export": (_add_export, _export)}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gti", description="Grounded Token Initialization: run the pipeline, and look at what came out.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    raw = argparse.RawDescriptionHelpFormatter  # examples stay as they are written
+    parser = argparse.ArgumentParser(prog="gti", formatter_class=raw, epilog="what a command takes: gti COMMAND --help",
+                                     description="Grounded Token Initialization: run the pipeline, and look at what came out.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, (add, _) in COMMANDS.items():
-        add(commands.add_parser(name, help=add.__doc__, description=add.__doc__[0].upper() + add.__doc__[1:] + "."))
+        text = inspect.cleandoc(add.__doc__)
+        first, _, rest = text.partition("\n\n")
+        add(commands.add_parser(name, help=first, formatter_class=raw, description=f"{first[0].upper()}{first[1:]}.\n\n{rest}".rstrip()))
     return parser
 
-
+# %% ../nbs/15_cli.ipynb #3a9d22e1
 def main(arguments=None) -> int:
     "The command `gti`. Returns the exit code: 0, or 1 after one line on stderr that says what is wrong."
     options = _parser().parse_args(arguments)

@@ -15,7 +15,6 @@ import copy
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,7 +25,7 @@ from .core import UserError, resolve_source
 from .data import Dataset, leave_one_out, load_dataset
 from .stages import plan_stages
 
-# %% ../nbs/13f_plan.ipynb #d08232ab
+# %% ../nbs/13f_plan.ipynb #e3e42bcd
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a transformer that decide what it costs.
@@ -49,27 +48,35 @@ class Shape:
     qk_norm: bool
     four_bytes: bool
 
-    @property
-    def matrices(self) -> int:
-        "Parameters of the embedding matrix and, untied, the output head."
-        return self.rows * self.width * (1 if self.tied else 2)
+# %% ../nbs/13f_plan.ipynb #45371539
+@patch(as_prop=True)
+def matrices(self: Shape) -> int:
+    "Parameters of the embedding matrix and, untied, the output head."
+    return self.rows * self.width * (1 if self.tied else 2)
 
-# %% ../nbs/13f_plan.ipynb #e3e42bcd
-def shape_of(config) -> Shape:
-    "The `Shape` of a model with this transformers `config`, causal or not; no weights are made."
+# %% ../nbs/13f_plan.ipynb #b662ff70
+def _meta(config):
+    "The model of a transformers `config`, causal or not, on the meta device."
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-    from gti_nb.sft import PROJECTIONS
-
     kind = AutoModelForCausalLM if config.model_type in causal and config.model_type != "bert" else AutoModel
     with torch.device("meta"):
-        model = kind.from_config(config)
+        return kind.from_config(config)
+
+# %% ../nbs/13f_plan.ipynb #e509b4a1
+def shape_of(config) -> Shape:
+    "The `Shape` of a model with this transformers `config`, causal or not; no weights are made."
+    from torch.nn import Linear
+
+    from gti_nb.sft import PROJECTIONS
+
+    model, heads = _meta(config), config.num_attention_heads
     embedding, head = model.get_input_embeddings().weight, getattr(model, "lm_head", None)
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m is not head}
     adapted = [m for name, m in linear.items() if name.rpartition(".")[2] in PROJECTIONS]
-    parts, heads = {name.rpartition(".")[2] for name, _ in model.named_modules()}, config.num_attention_heads
+    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     total = sum(p.numel() for p in model.parameters())
     return Shape(config.num_hidden_layers, config.hidden_size, heads, getattr(config, "num_key_value_heads", heads),
                  getattr(config, "head_dim", None) or config.hidden_size // heads, config.intermediate_size, len(embedding), total,
@@ -122,7 +129,7 @@ def forward_flops(shape: Shape, tokens, pairs, positions=0, logits: int = 0) -> 
     attention = 4 * shape.heads * shape.head_dim * shape.layers * pairs
     return 2 * shape.linear * tokens + attention + 2 * shape.width * logits * positions
 
-
+# %% ../nbs/13f_plan.ipynb #0319ef1e
 def training_flops(shape: Shape, tokens, pairs, positions, logits: int, new_rows: int, mode: str = "lora", rank: int = 8,
                    base_rows: bool = False, again: bool = False) -> float:
     """FLOPs of forward and backward in fine-tuning (see `SFTSettings`): full, lora or qlora, with adapters of `rank`.
@@ -149,7 +156,7 @@ def beam_widths(beams: int, levels: int, codebook_size: int) -> list:
     "How many beams a search has before each level: 1, then as many as there are codes so far, at most `beams`."
     return [min(beams, codebook_size**level) for level in range(levels)]
 
-
+# %% ../nbs/13f_plan.ipynb #0f1531b4
 def search_flops(shape: Shape, users, prompt, beams: int, levels: int, codebook_size: int, logits: int) -> float:
     "FLOPs of a constrained beam search with full scores for `users` whose prompts have `prompt` tokens, padding included."
     widths = beam_widths(beams, levels, codebook_size)
@@ -164,7 +171,7 @@ def rqvae_sizes(width: int, config) -> tuple[int, int, int]:
     weights = 2 * sum(a * b for a, b in zip(widths, widths[1:]))
     return weights + sum(widths[1:]) + sum(widths[:-1]), weights, config.levels * config.codebook_size * config.code_dim
 
-
+# %% ../nbs/13f_plan.ipynb #6b680544
 def rqvae_flops(width: int, config, items: int) -> float:
     "FLOPs of one training step of the RQ-VAE on `items` or a batch of them. Sinkhorn and k-means are left out."
     _, weights, codes = rqvae_sizes(width, config)
@@ -174,14 +181,14 @@ def rqvae_flops(width: int, config, items: int) -> float:
     return batch * (6 * weights - 2 * first + 2 * codes + average) + diversity
 
 # %% ../nbs/13f_plan.ipynb #5955e335
-NF4 = 0.5 + 1 / 64 + 4 / 64 / 256  # bytes of a number in 4 bits, with its doubly quantized scales
-
-
 def trained_parameters(shape: Shape, new_rows: int, mode: str, rank: int = 8, base_rows: bool = False) -> int:
     "Numbers that train in fine-tuning: the new rows of each matrix, and adapters of `rank` or all weights, and perhaps the old rows."
     rows = new_rows * shape.width * (1 if shape.tied else 2)
     rest = shape.total - shape.matrices if mode == "full" else rank * shape.ports
     return rows + rest + (shape.matrices if base_rows else 0)
+
+# %% ../nbs/13f_plan.ipynb #baa2a2be
+NF4 = 0.5 + 1 / 64 + 4 / 64 / 256  # bytes of a number in 4 bits, with its doubly quantized scales
 
 
 def weight_bytes(shape: Shape, number: int, mode: str = "lora", base_rows: bool = False) -> float:
@@ -190,7 +197,7 @@ def weight_bytes(shape: Shape, number: int, mode: str = "lora", base_rows: bool 
     rest = (shape.total - shape.matrices - shape.linear) * number
     return matrices + (0 if mode == "full" else rest + shape.linear * (NF4 if mode == "qlora" else number))
 
-
+# %% ../nbs/13f_plan.ipynb #98cf95d0
 def layer_bytes(shape: Shape, number: int, mode: str | None, rank: int = 8, dropout: bool = False, mask: int = 1) -> float:
     """Bytes that all layers keep of a token for going backward, in a model of the LLaMA family with numbers of `number` bytes.
 
@@ -228,14 +235,14 @@ class World:
         of = self.dataset.interactions
         return {"item": self.items / len(self.dataset.items), "user": self.users / of.user_id.nunique(), "event": self.events / len(of)}
 
-
+# %% ../nbs/13f_plan.ipynb #f9c23b86
 def _every(values, most: int):
     "At most `most` of `values`, evenly spread."
     return values[::max(1, math.ceil(len(values) / most))]
 
 
 def part_of(dataset: Dataset, most_users: int = 2000, most_items: int = 4000) -> World:
-    "The `World` of `dataset`: all of it, or every so-manieth user with what they chose, and items besides."
+    "The `World` of `dataset`: all of it, or every n-th user with what they chose, and items besides."
     items, events = dataset.items, dataset.interactions
     users = np.sort(events.user_id.unique())
     if len(users) > most_users:
@@ -245,14 +252,14 @@ def part_of(dataset: Dataset, most_users: int = 2000, most_items: int = 4000) ->
     return World(Dataset(dataset.name, items.reset_index(drop=True), events.reset_index(drop=True)), len(dataset.items), len(users),
                  len(dataset.interactions))
 
-# %% ../nbs/13f_plan.ipynb #f9c23b86
+# %% ../nbs/13f_plan.ipynb #07b017c5
 WORDS = """red blue green large small old new light dark warm cold long short soft hard dry wet fast slow round flat deep wide thin thick strong
 quiet loud clean simple steel wood glass paper stone water paint metal cotton rubber plastic leather wire tape tool brush lamp clock chair table
 door window garden kitchen office school travel winter summer music sport film story history science nature animal horse bird fish dog cat tree
 flower river mountain city street house bridge train boat plane engine wheel battery filter cable switch motor pump valve sensor screen camera
 phone book letter card gift toy game""".split()
 
-
+# %% ../nbs/13f_plan.ipynb #ef479df8
 def stand_in(items: int, users: int, events: int, text_tokens: int = 60) -> World:
     """A made-up `World` of so many items, users and events, whose items have texts of about `text_tokens` tokens, title and description
     together. Raises `UserError` if a user would have fewer than 3 events."""
@@ -271,7 +278,7 @@ def stand_in(items: int, users: int, events: int, text_tokens: int = 60) -> Worl
                            "rating": rng.integers(1, 6, len(place)).astype(float)})
     return World(Dataset("stand-in", table, chosen), items, users, events)
 
-# %% ../nbs/13f_plan.ipynb #1ca4140d
+# %% ../nbs/13f_plan.ipynb #19ead658
 @dataclass(frozen=True)
 class Corpus:
     """The examples of a training: `n` of them, and of those that were looked at, `kinds` and `lengths` int `[m, 2]`, tokens of the prompt and of
@@ -286,15 +293,17 @@ class Corpus:
     prefix_tokens: float = 0
     common: int = 0
 
-    def tokens(self, steps: int, batch: int, seed: int) -> int:
-        "Tokens that `steps` of `batch` examples have: exact if all examples were looked at, else the mean's."
-        of, drawn = self.lengths.sum(1), steps * batch
-        if self.n > len(of):
-            return round(drawn * of.mean())
-        epochs, rest = divmod(drawn, self.n)
-        return int(epochs * of.sum() + of[np.random.default_rng((seed, epochs)).permutation(self.n)[:rest]].sum())
+# %% ../nbs/13f_plan.ipynb #2d0ccaf8
+@patch
+def tokens(self: Corpus, steps: int, batch: int, seed: int) -> int:
+    "Tokens that `steps` of `batch` examples have: exact if all examples were looked at, else the mean's."
+    of, drawn = self.lengths.sum(1), steps * batch
+    if self.n > len(of):
+        return round(drawn * of.mean())
+    epochs, rest = divmod(drawn, self.n)
+    return int(epochs * of.sum() + of[np.random.default_rng((seed, epochs)).permutation(self.n)[:rest]].sum())
 
-# %% ../nbs/13f_plan.ipynb #07b017c5
+# %% ../nbs/13f_plan.ipynb #48b1c9bf
 def _tokenizer(config: RunConfig):
     "The language model's tokenizer if it is on this machine, else the embedded model's, whose tokens are about as long."
     from transformers import AutoTokenizer
@@ -311,7 +320,7 @@ def _tokenizer(config: RunConfig):
             name = "embedded:SmolLM2-135M-Instruct"
     return AutoTokenizer.from_pretrained(_converted_gguf(resolve_source(name, "language model", EMBEDDED_MODELS)))
 
-
+# %% ../nbs/13f_plan.ipynb #b8d82355
 def _named(world: World, config: RunConfig, tokenizer):
     "SIDs for the items of `world`, with random codes, and the tokenizer with their tokens."
     from gti_nb.semantic_ids import SemanticIds, random_codes
@@ -343,7 +352,7 @@ def grounding_corpus(world: World, config: RunConfig, sids, tokenizer) -> Corpus
                   np.array([(len(e.prompt_ids), len(e.answer_ids)) for e in examples]), np.array([[*map(len, c)] for c in cuts]),
                   float(stands_for.sum()), float(stands_for @ lengths), _common_length(list(kind_of)))
 
-# %% ../nbs/13f_plan.ipynb #7830000d
+# %% ../nbs/13f_plan.ipynb #351dc978
 def fine_tuning_corpus(world: World, config: RunConfig, arm: str, sids, tokenizer, train: dict, asked=None) -> Corpus:
     "The `Corpus` of fine-tuning `arm` on what the users of `world` chose (`train`), and on graded queries (`asked`), if there are any."
     from gti_nb.tasks import TASKS, mixture
@@ -362,7 +371,7 @@ def fine_tuning_corpus(world: World, config: RunConfig, arm: str, sids, tokenize
         looked += [queries[int(i)] for i in _every(np.arange(len(queries)), 200)]
     return Corpus(sum(counts), np.array([e.kind for e in looked]), np.array([(len(e.prompt_ids), len(e.answer_ids)) for e in looked]))
 
-
+# %% ../nbs/13f_plan.ipynb #177a03eb
 def _looked_at(mix, counts, exact: bool) -> list:
     "All examples of a small exact mixture; else about 500, of each task in proportion."
     if exact and sum(counts) <= 2000:
@@ -390,7 +399,7 @@ class Step:
     most_pairs: int = 0
     most_behind: int = 0
 
-# %% ../nbs/13f_plan.ipynb #ab6bf354
+# %% ../nbs/13f_plan.ipynb #7db2e8df
 def _full_runs(corpus: Corpus, rows, micro: int, price: float) -> list[Step]:
     "The runs of fine-tuning on the examples `rows` of `corpus`, in order of length."
     from gti_nb.training import buckets
@@ -403,7 +412,7 @@ def _full_runs(corpus: Corpus, rows, micro: int, price: float) -> list[Step]:
         runs.append(Step(tokens, pairs, 0, answers, 1, tokens, answers, pairs, tokens))
     return runs
 
-
+# %% ../nbs/13f_plan.ipynb #96247396
 def _split_runs(corpus: Corpus, rows, micro: int, price: float) -> list[Step]:
     "The runs of grounding: micro-batches of one kind, and in them groups of suffixes of like length."
     from gti_nb.training import buckets
@@ -434,7 +443,7 @@ def mean_step(corpus: Corpus, config: RunConfig, batch: int, processes: int, on_
     per_step = np.array(per_step)
     return Step(*per_step[:, :5].mean(0), *map(int, per_step[:, 5:].max(0)))
 
-# %% ../nbs/13f_plan.ipynb #59d2af87
+# %% ../nbs/13f_plan.ipynb #6a7bd6e5
 @dataclass(frozen=True)
 class Machine:
     """A device: `half` and `single`, its peak FLOP/s on bfloat16 and float32 matrices; `bandwidth` of its memory and of the `link` to its
@@ -447,7 +456,7 @@ class Machine:
     memory: float
     launch: float = 8e-6
 
-
+# %% ../nbs/13f_plan.ipynb #5a6e6e4a
 MACHINES = {  # dense rates without sparsity, from NVIDIA's data sheets; link: NVLink or PCIe, one way
     "H100": Machine(989e12, 67e12, 3.35e12, 450e9, 80e9),     # H100 SXM
     "H200": Machine(989e12, 67e12, 4.8e12, 450e9, 141e9),     # H200 SXM
@@ -477,7 +486,16 @@ def _layers_on_cpu(config, number: int):
         return _timed(lambda: model(inputs_embeds=vectors, use_cache=False).last_hidden_state.sum().backward())
     return model, lambda *size: min(seconds(*size) for _ in range(4))
 
-# %% ../nbs/13f_plan.ipynb #a9c9e5a6
+# %% ../nbs/13f_plan.ipynb #765a7212
+def _timed(work) -> float:
+    "Seconds that `work` takes on all threads of a machine with nothing else to do."
+    import torch
+
+    began = time.process_time()
+    work()
+    return (time.process_time() - began) / torch.get_num_threads()
+
+# %% ../nbs/13f_plan.ipynb #e8807c5a
 def this_cpu(config, number: int) -> Machine:
     """What this machine's CPU reaches, measured in a second or two: with layers of the model with this `config`, whose numbers have `number`
     bytes, on many tokens and on few; with products of float32 matrices; and with copies."""
@@ -493,15 +511,6 @@ def this_cpu(config, number: int) -> Machine:
     product, copied = (min(_timed(work) for _ in range(4)) for work in (lambda: a @ a, large.clone))
     return Machine(rate if number == 2 else 2 * 512**3 / product, 2 * 512**3 / product if number == 2 else rate, 2 * large.nbytes / copied, 1e10,
                    psutil.virtual_memory().total, launch)
-
-
-def _timed(work) -> float:
-    "Seconds that `work` takes on all threads of a machine with nothing else to do."
-    import torch
-
-    began = time.process_time()
-    work()
-    return (time.process_time() - began) / torch.get_num_threads()
 
 # %% ../nbs/13f_plan.ipynb #ee1a38fc
 def machine(name: str, config=None, number: int = 2) -> Machine:
@@ -534,16 +543,20 @@ class Cost:
     written: float = 0
     seconds: dict = None
 
-    def bound(self) -> str:
-        "What takes most of the time."
-        return max(self.seconds, key=self.seconds.get)
+# %% ../nbs/13f_plan.ipynb #7076e820
+@patch
+def bound(self: Cost) -> str:
+    "What takes most of the time."
+    return max(self.seconds, key=self.seconds.get)
 
-    def total_seconds(self) -> float:
-        "Computing, moving memory and launching overlap; links and the host come on top."
-        overlapping = [self.seconds.get(name, 0) for name in ("compute", "memory", "launches")]
-        return max(overlapping) + self.seconds.get("link", 0) + self.seconds.get("host", 0)
 
-# %% ../nbs/13f_plan.ipynb #999af5c4
+@patch
+def total_seconds(self: Cost) -> float:
+    "Computing, moving memory and launching overlap; links and the host come on top."
+    overlapping = [self.seconds.get(name, 0) for name in ("compute", "memory", "launches")]
+    return max(overlapping) + self.seconds.get("link", 0) + self.seconds.get("host", 0)
+
+# %% ../nbs/13f_plan.ipynb #ec91cedf
 class _Plan:
     "What a run costs, on `processes` of a `machine`."
 
@@ -563,19 +576,21 @@ class _Plan:
         self._split_world()
         self.corpora, self.prompts, self.steps = {}, {}, {}
 
-    def _number(self) -> int:
-        "Bytes of a number of the language model."
-        import torch
+# %% ../nbs/13f_plan.ipynb #6004730d
+@patch
+def _number(self: _Plan) -> int:
+    "Bytes of a number of the language model."
+    import torch
 
-        from gti_nb.vocabulary import _computes_in
+    from gti_nb.vocabulary import _computes_in
 
-        if self.config.dtype == "auto" and self.config.language_model == "tiny:qwen3":
-            return 4
-        if self.config.dtype == "auto" and not self.on_cpu:
-            return 2  # whatever GPU this machine has or not
-        return _computes_in(torch.device("cpu"), self.config.dtype).itemsize
+    if self.config.dtype == "auto" and self.config.language_model == "tiny:qwen3":
+        return 4
+    if self.config.dtype == "auto" and not self.on_cpu:
+        return 2  # whatever GPU this machine has or not
+    return _computes_in(torch.device("cpu"), self.config.dtype).itemsize
 
-# %% ../nbs/13f_plan.ipynb #7076e820
+# %% ../nbs/13f_plan.ipynb #cff945a5
 @patch
 def _split_world(self: _Plan):
     "What trains and what tests, from the world's events."
@@ -594,7 +609,7 @@ def _split_world(self: _Plan):
     self.tested = min(config.eval_users or everyone, everyone)
     self.histories = _every(histories, 60)
 
-
+# %% ../nbs/13f_plan.ipynb #74a0cd2f
 @patch
 def corpus(self: _Plan, arm: str) -> Corpus:
     "The `Corpus` of fine-tuning `arm`; counted once for arms with the same tasks."
@@ -603,7 +618,16 @@ def corpus(self: _Plan, arm: str) -> Corpus:
         self.corpora[tasks] = fine_tuning_corpus(self.world, self.config, arm, self.sids, self.tokenizer, self.train, self.asked)
     return self.corpora[tasks]
 
-# %% ../nbs/13f_plan.ipynb #0879f5f9
+
+@patch
+def _step(self: _Plan, corpus: Corpus, batch: int, split: bool = False) -> Step:
+    "`mean_step`, made once for arms with the same examples."
+    key = id(corpus), batch, split
+    if key not in self.steps:
+        self.steps[key] = mean_step(corpus, self.config, batch, self.processes, self.on_cpu, split)
+    return self.steps[key]
+
+# %% ../nbs/13f_plan.ipynb #2097704e
 @patch
 def _seconds(self: _Plan, flops, number: int, runs=0, layers=0, moved=0, link=0, alone: bool = False) -> dict:
     """Seconds by cause. flops: of all processes (of one, if it works `alone`) on numbers of `number` bytes; runs: of `layers`, forward, in one
@@ -615,29 +639,20 @@ def _seconds(self: _Plan, flops, number: int, runs=0, layers=0, moved=0, link=0,
     return {"compute": compute if self.on_cpu else compute / UTILIZATION, "memory": moved / self.machine.bandwidth / STREAMING,
             "launches": launches, "link": link / self.machine.link / STREAMING}
 
-
-@patch
-def _step(self: _Plan, corpus: Corpus, batch: int, split: bool = False) -> Step:
-    "`mean_step`, made once for arms with the same examples."
-    key = id(corpus), batch, split
-    if key not in self.steps:
-        self.steps[key] = mean_step(corpus, self.config, batch, self.processes, self.on_cpu, split)
-    return self.steps[key]
-
-
+# %% ../nbs/13f_plan.ipynb #15992303
 @patch
 def _exchange(self: _Plan, trained: int, steps: int) -> float:
     "Bytes that a process sends while gradients are added up: nearly twice all of them, in float32."
     return 2 * (self.processes - 1) / self.processes * 4 * trained * steps
 
-# %% ../nbs/13f_plan.ipynb #d0603754
+# %% ../nbs/13f_plan.ipynb #2fa0c138
 HOST = {"data": 2e-5, "semantic_ids": 4.5e-4, "floor": 2e-5, "example": 4.5e-4}  # seconds an event, an item (a tenth collides), a list, an example
 EXAMPLE_BYTES = (32, 300)  # of a token, and of an example, in a list of examples
 HOST_RATE = 2e10   # FLOP/s of products on the host, where the nearest items are found: a core or two
 READING = 1e9      # bytes/s in which a model is read: an assumption
 READS = {"embedded:all-MiniLM-L6-v2": 256}  # tokens after which an encoder cuts
 
-
+# %% ../nbs/13f_plan.ipynb #061b70da
 @patch
 def data(self: _Plan) -> Cost:
     "Reading, filtering and writing the data set."
@@ -658,7 +673,7 @@ def encode(self: _Plan) -> Cost:
     return Cost(tokens=tokens, flops=flops, weights=number * self.encoder.total, activations=active, host=vectors, disk=vectors,
                 seconds=self._seconds(flops, number, self.world.items / 64, self.encoder.layers, alone=True))
 
-# %% ../nbs/13f_plan.ipynb #ec91cedf
+# %% ../nbs/13f_plan.ipynb #bda583ad
 @patch
 def rqvae(self: _Plan) -> Cost:
     "Training the RQ-VAE on one device, where all vectors lie."
@@ -673,7 +688,7 @@ def rqvae(self: _Plan) -> Cost:
                 cache=4 * width * items, host=4 * width * items, disk=4 * (networks + 2 * codes), written=4 * (4 * networks + 2 * codes),
                 seconds=self._seconds(flops, 4, config.steps, kernels, 8 * config.steps * batch * widths, alone=True))
 
-
+# %% ../nbs/13f_plan.ipynb #b61d66bd
 @patch
 def semantic_ids(self: _Plan) -> Cost:
     "Quantizing all items and resolving collisions."
@@ -681,7 +696,7 @@ def semantic_ids(self: _Plan) -> Cost:
     return Cost(host=items * (4 * self.encoder.width + 40 * self.levels), disk=items * (8 * self.levels + 12),
                 seconds={"host": HOST["semantic_ids"] * items})
 
-# %% ../nbs/13f_plan.ipynb #6004730d
+# %% ../nbs/13f_plan.ipynb #32638857
 @patch
 def _base_bytes(self: _Plan, base_rows: bool = False) -> float:
     "Bytes of the base model as the run loads it, without what trains in its stead."
@@ -698,7 +713,7 @@ def _packed_bytes(self: _Plan, frozen: bool = True) -> float:
 def _loading(self: _Plan) -> dict:
     return {"host": self.shape.total * self.number / READING}
 
-
+# %% ../nbs/13f_plan.ipynb #f640914f
 @patch
 def init(self: _Plan, arm: str) -> Cost:
     "Making the new rows."
@@ -741,31 +756,37 @@ def _probe(self: _Plan) -> tuple[float, float]:
             runs += 1
     return share * flops, share * runs
 
-# %% ../nbs/13f_plan.ipynb #cddc5212
+# %% ../nbs/13f_plan.ipynb #085307b9
+@patch
+def _prefixes(self: _Plan, corpus: Corpus, drawn: int, weights: float) -> tuple[float, float, float, float]:
+    """Bytes of the prefixes that are kept while `drawn` examples are trained beside `weights` bytes; their share of all; FLOPs of computing
+    them once; and FLOPs of computing the others each time."""
+    shape, own = self.shape, corpus.prefix_tokens - corpus.common * corpus.prefixes  # tokens that are computed: all begin with the same
+    all_kept = corpus.prefix_tokens * self.kept_bytes * (drawn > corpus.n)  # a prefix is kept if it comes again
+    kept = min(all_kept, max(0, self.machine.memory - weights) / 4)
+    share = kept / all_kept if all_kept else 0
+    once = share * forward_flops(shape, own, own * corpus.prefix_tokens / corpus.prefixes, corpus.prefixes, shape.rows)
+    prefix = corpus.cuts[corpus.kinds == "text_to_sid", 0]  # an item's own; the others' are few
+    times = (1 - share) * drawn * len(prefix) / len(corpus.kinds)
+    anew = times * forward_flops(shape, (prefix - corpus.common).mean(), ((prefix - corpus.common) * prefix).mean(), 1, shape.rows) if times else 0
+    return kept, share, once, anew
+
+# %% ../nbs/13f_plan.ipynb #8c293f33
 @patch
 def _split(self: _Plan, corpus: Corpus, steps: int) -> Cost:
     "The split engine: prefixes once if there is room for them, suffixes at each step."
     config, shape, batch = self.config, self.shape, self.config.grounding_batch_size
     step = self._step(corpus, batch, split=True)
     weights = weight_bytes(shape, self.number, "qlora" if config.sft_mode == "qlora" else "lora")
-    again = steps * batch > corpus.n  # a prefix is kept if it comes again
-    all_kept = corpus.prefix_tokens * self.kept_bytes * again
-    kept = min(all_kept, max(0, self.machine.memory - weights) / 4)
-    share = kept / all_kept if all_kept else 0
-    own = corpus.prefix_tokens - corpus.common * corpus.prefixes  # tokens that are computed: all begin with the same
-    once = share * forward_flops(shape, own, own * corpus.prefix_tokens / corpus.prefixes, corpus.prefixes, shape.rows)
-    prefix = corpus.cuts[corpus.kinds == "text_to_sid", 0]  # an item's own; the others' are few
-    times = (1 - share) * steps * batch * len(prefix) / len(corpus.kinds)
-    anew = times * forward_flops(shape, (prefix - corpus.common).mean(), ((prefix - corpus.common) * prefix).mean(), 1, shape.rows) if times else 0
-    suffixes = steps * grounding_flops(shape, step.tokens, step.pairs, step.first, step.later, self.new)
+    kept, share, once, anew = self._prefixes(corpus, steps * batch, weights)
+    flops = self.processes * once + anew + steps * grounding_flops(shape, step.tokens, step.pairs, step.first, step.later, self.new)
     runs = steps * step.runs * (3 + (share < 1)) + share * corpus.prefixes / 16
     active = step.most_tokens * layer_bytes(shape, self.number, None) + 2 * step.most_behind * self.kept_bytes + self._weights_of(step)
     logits = 8 * min(step.most_positions * self.logits, 2**24) + 4 * step.most_positions * self.new
-    seconds = self._seconds(self.processes * once + anew + suffixes, self.number, runs, shape.layers,
-                            2 * steps * step.most_behind * self.kept_bytes, self._exchange(self.new_numbers, steps))
-    weights += self._packed_bytes()
-    return Cost(flops=self.processes * once + anew + suffixes, weights=weights, state=16 * self.new_numbers, activations=active + logits,
-                cache=kept, written=2 * 12 * self.new_numbers, seconds=seconds)
+    seconds = self._seconds(flops, self.number, runs, shape.layers, 2 * steps * step.most_behind * self.kept_bytes,
+                            self._exchange(self.new_numbers, steps))
+    return Cost(flops=flops, weights=weights + self._packed_bytes(), state=16 * self.new_numbers, activations=active + logits, cache=kept,
+                written=2 * 12 * self.new_numbers, seconds=seconds)
 
 
 @patch
@@ -787,24 +808,28 @@ def _masked(self: _Plan, corpus: Corpus, steps: int) -> Cost:
     return Cost(flops=flops, weights=weight_bytes(shape, number) + (shape.total - shape.matrices) * number, state=4 * number * trained,
                 activations=active, written=2 * 3 * number * trained, seconds=seconds)
 
-# %% ../nbs/13f_plan.ipynb #8c674742
+# %% ../nbs/13f_plan.ipynb #3cf0f931
 @patch
-def sft(self: _Plan, arm: str) -> Cost:
-    "Fine-tuning, with what `align_steps` and `equal_compute` add."
+def _trainings(self: _Plan, arm: str) -> list:
+    "The trainings of which fine-tuning `arm` consists, each (corpus, steps, batch size)."
     from gti_nb.training import steps_of
 
-    config, chosen, corpus, shape = self.config, self.config.arms[arm], self.corpus(arm), self.shape
-    steps, batch, pairs = steps_of(config.sft_steps, corpus.n, config.sft_batch_size), config.sft_batch_size, self.grounding
+    config, chosen, corpus, pairs = self.config, self.config.arms[arm], self.corpus(arm), self.grounding
+    steps, batch = steps_of(config.sft_steps, corpus.n, config.sft_batch_size), config.sft_batch_size
     phases = [steps_of(s, pairs.n, config.grounding_batch_size) for s in (config.grounding_steps, config.align_steps) if s != 0]
     if chosen.equal_compute:
         extra = sum(pairs.tokens(s, config.grounding_batch_size, config.seed) for s in phases)
         steps += round(extra / batch / corpus.lengths.sum(1).mean())
-    parts = [(corpus, steps, batch)]
-    if chosen.grounding and config.align_steps != 0:
-        parts.append((pairs, phases[-1], config.grounding_batch_size))
-    costs = [self._tuned(*part) for part in parts]
-    cost = costs[0]
-    for other in costs[1:]:
+    aligned = chosen.grounding and config.align_steps != 0
+    return [(corpus, steps, batch)] + [(pairs, phases[-1], config.grounding_batch_size)] * aligned
+
+# %% ../nbs/13f_plan.ipynb #0136ace5
+@patch
+def sft(self: _Plan, arm: str) -> Cost:
+    "Fine-tuning, with what `align_steps` and `equal_compute` add."
+    config, parts, shape = self.config, self._trainings(arm), self.shape
+    cost, *others = [self._tuned(*part) for part in parts]
+    for other in others:
         cost.flops, cost.activations = cost.flops + other.flops, max(cost.activations, other.activations)
         cost.seconds = {cause: s + other.seconds[cause] for cause, s in cost.seconds.items()}
     cost.steps, cost.tokens = sum(p[1] for p in parts), sum(c.tokens(s, b, config.seed) for c, s, b in parts)
@@ -813,7 +838,8 @@ def sft(self: _Plan, arm: str) -> Cost:
     cost.state, cost.written = 16 * cost.trained, (2 * 12 + 4) * cost.trained
     base = shape.matrices * config.sft_base_rows + (shape.total - shape.matrices) * (config.sft_mode == "full")
     cost.disk = 4 * (cost.trained - base) + self.number * base
-    cost.seconds["host"] = self._loading()["host"] + HOST["example"] * steps * batch  # each process writes the whole step's examples
+    asked = parts[0][1] * parts[0][2]  # each process writes the whole step's examples
+    cost.seconds["host"] = self._loading()["host"] + HOST["example"] * asked
     return cost
 
 # %% ../nbs/13f_plan.ipynb #28959ff7
@@ -836,7 +862,7 @@ def _tuned(self: _Plan, corpus: Corpus, steps: int, batch: int) -> Cost:
     seconds = self._seconds(flops, number, steps * step.runs * (3 + again), shape.layers, 28 * trained * steps, self._exchange(trained, steps))
     return Cost(flops=flops, activations=step.most_tokens * kept + self._weights_of(step) + logits + casts, seconds=seconds)
 
-# %% ../nbs/13f_plan.ipynb #0e30b321
+# %% ../nbs/13f_plan.ipynb #41e3c0a9
 @patch
 def prompt_tokens(self: _Plan, arm: str) -> float:
     "Tokens of a test prompt, on average over users and wordings; counted once for arms with the same tasks."
@@ -857,7 +883,7 @@ def _prompt_tokens(self: _Plan, arm: str) -> float:
     wordings = range(min(self.config.eval_prompts, len(writer.wordings["next_item"])))
     return float(np.mean([len(writer.ask("next_item", h, wording=w).prompt_ids) for w in wordings for h in self.histories]))
 
-
+# %% ../nbs/13f_plan.ipynb #e3a481ed
 @patch
 def evaluate(self: _Plan, arm: str) -> Cost:
     "The beam search for every test user and wording; in graded retrieval, over each query's candidates."
@@ -874,7 +900,7 @@ def evaluate(self: _Plan, arm: str) -> Cost:
                 weights=self._base_bytes() + 4 * tuned + self._packed_bytes(),
                 disk=16 * asked * beams, seconds=self._seconds(flops, self.number, runs, shape.layers, runs * (read + cache)) | self._loading())
 
-# %% ../nbs/13f_plan.ipynb #d94886c6
+# %% ../nbs/13f_plan.ipynb #831a8e39
 @patch
 def floor(self: _Plan, kind: str) -> Cost:
     "A ranking without a language model."
@@ -884,7 +910,7 @@ def floor(self: _Plan, kind: str) -> Cost:
         seconds += 2 * self.tested * self.world.items * self.encoder.width / HOST_RATE
     return Cost(host=32 * self.tested * depth, disk=16 * self.tested * depth, seconds={"host": seconds})
 
-
+# %% ../nbs/13f_plan.ipynb #33546877
 @patch
 def geometry(self: _Plan) -> Cost:
     "Measuring the rows of each arm and moment."
@@ -899,7 +925,7 @@ def comparison(self: _Plan) -> Cost:
     return Cost(host=8 * self.tested * 2 * len(self.config.ks), seconds={
         "host": 1e-8 * self.config.n_bootstrap * self.tested * 2 * len(self.config.ks) * 2 * len(self.config.arms)})
 
-
+# %% ../nbs/13f_plan.ipynb #e583ba79
 @patch
 def stage(self: _Plan, stage) -> Cost:
     "The `Cost` of a `Stage`."
@@ -908,7 +934,7 @@ def stage(self: _Plan, stage) -> Cost:
         return getattr(self, kind)(stage.arm)
     return self.floor(stage.name.partition("-")[2]) if kind == "evaluate" else getattr(self, kind)()
 
-# %% ../nbs/13f_plan.ipynb #e3a481ed
+# %% ../nbs/13f_plan.ipynb #0e8e5853
 def _world(config: RunConfig, items: int, users: int, events: int, text_tokens: int) -> World:
     "The world of a run: of its data, or, if it isn't there, of the numbers given. Raises `UserError` if there are neither."
     if items or users or events:
@@ -918,7 +944,15 @@ def _world(config: RunConfig, items: int, users: int, events: int, text_tokens: 
     except UserError as error:
         raise UserError(f"{error}; to plan without the data, say how large they are with items, users and events") from None
 
+# %% ../nbs/13f_plan.ipynb #ede5de6b
+def _row(cost: Cost) -> dict:
+    parts = {f"{name}_gb": getattr(cost, name) / 1e9 for name in ("weights", "state", "activations", "cache")}
+    rest = {f"{name}_gb": getattr(cost, name) / 1e9 for name in ("host", "disk", "written")}
+    counts = {name: getattr(cost, name) for name in ("trained", "steps", "tokens", "flops")}
+    return {**counts, "memory_gb": sum(parts.values()), **parts, **rest,
+            "seconds": cost.total_seconds(), "bound": cost.bound()}
 
+# %% ../nbs/13f_plan.ipynb #4f3f8d6b
 def plan(config: RunConfig, gpu: str = "H100", gpus: int = 0, items: int = 0, users: int = 0, events: int = 0,
          text_tokens: int = 60) -> pd.DataFrame:
     """What each stage of a run costs, a row a stage: trained (parameters), steps, tokens (of examples, without padding), flops (of all
@@ -939,20 +973,7 @@ def plan(config: RunConfig, gpu: str = "H100", gpus: int = 0, items: int = 0, us
     table.attrs |= {"gpu": gpu, "gpus": gpus, "memory": planned.machine.memory / 1e9, "exact": planned.world.exact}
     return table
 
-
-def _row(cost: Cost) -> dict:
-    parts = {f"{name}_gb": getattr(cost, name) / 1e9 for name in ("weights", "state", "activations", "cache")}
-    rest = {f"{name}_gb": getattr(cost, name) / 1e9 for name in ("host", "disk", "written")}
-    counts = {name: getattr(cost, name) for name in ("trained", "steps", "tokens", "flops")}
-    return {**counts, "memory_gb": sum(parts.values()), **parts, **rest,
-            "seconds": cost.total_seconds(), "bound": cost.bound()}
-
-# %% ../nbs/13f_plan.ipynb #a841e1b1
-ADVICE = {"compute": "more or faster GPUs help", "memory": "larger batches share what is read", "host": "the CPU decides: more GPUs won't help",
-          "launches": "the GPU waits to be given work: try a larger micro_batch_size, or fewer GPUs",
-          "link": "raise the batch size, or train less than all rows"}
-
-
+# %% ../nbs/13f_plan.ipynb #144ac466
 def _units(value: float, names: str, step: float = 1000) -> str:
     "`value` with the first of `names` in which it is below `step`."
     for name in names.split(","):
@@ -964,7 +985,7 @@ def _units(value: float, names: str, step: float = 1000) -> str:
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:.3g} h"
 
-
+# %% ../nbs/13f_plan.ipynb #8da51fd6
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     "What `plan` returned, for people."
     count = lambda name: [_units(value, ",k,M,G,T") for value in table[name]]
@@ -975,7 +996,14 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         "time": list(map(_duration, table.seconds)), "bound by": table.bound},
         index=table.index)
 
-# %% ../nbs/13f_plan.ipynb #5cb9639b
+# %% ../nbs/13f_plan.ipynb #d1b0e35f
+ADVICE = {"compute": "more or faster GPUs help", "memory": "larger batches share what is read", "host": "the CPU decides: more GPUs won't help",
+          "launches": "the GPU waits to be given work: try a larger micro_batch_size, or fewer GPUs",
+          "link": "raise the batch size, or train less than all rows"}
+SMALLER = {"weights": "take a smaller model, or sft_mode qlora", "state": "train less: lora, and sft_base_rows false",
+           "activations": "lower micro_batch_size, or set gradient_checkpointing", "cache": "fewer items or beams"}
+
+# %% ../nbs/13f_plan.ipynb #2b4b5d4f
 def verdict(table: pd.DataFrame) -> str:
     "The time of a plan, its longest stage, its largest memory and its disk, in a few lines."
     slow, large, host = table.seconds.idxmax(), table.memory_gb.idxmax(), table.host_gb.idxmax()
@@ -988,7 +1016,3 @@ def verdict(table: pd.DataFrame) -> str:
         f"most memory: {large}, {table.memory_gb[large]:.3g} of {table.attrs['memory']:.3g} GB on each, most of it {most}{fits}",
         f"host memory: {table.host_gb[host]:.3g} GB in {host}; disk: {table.disk_gb.sum():.3g} GB, and up to {table.written_gb.max():.3g} GB "
         f"of checkpoints"])
-
-
-SMALLER = {"weights": "take a smaller model, or sft_mode qlora", "state": "train less: lora, and sft_base_rows false",
-           "activations": "lower micro_batch_size, or set gradient_checkpointing", "cache": "fewer items or beams"}

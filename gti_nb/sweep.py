@@ -88,7 +88,7 @@ def _link(source, target):
     except OSError:
         shutil.copy2(source, target)
 
-
+# %% ../nbs/13e_sweep.ipynb #5ec55e3d
 def reuse_stages(run: Run, others: list[Run]) -> list[str]:
     """Take over every stage of `run` that isn't begun and that one of `others` has done with the same fingerprint; return their names.
 
@@ -140,26 +140,6 @@ def combine_seeds(runs: dict) -> tuple:
     return tuple(in_front(parts) if parts else pd.DataFrame(columns=["setting"]) for parts in (summaries, differences))
 
 # %% ../nbs/13e_sweep.ipynb #6fb886bb
-def run_sweep(config: RunConfig, grid: dict | None = None, seeds=None, folder="runs/sweep", run=run_pipeline) -> Sweep:
-    """Run every combination of the `grid`'s values (parameter -> list of values) with every seed, each in a folder in `folder`.
-
-    seeds: several; that of `config` by default. run: what runs one configuration. Points that are finished are skipped, a failed one
-    doesn't stop the others. Writes points.csv, results.csv, differences.csv and compare.html.
-    Raises `UserError` before anything starts if a point is wrong, or if its folder holds a run with other parameters."""
-    folder = Path(folder).resolve()
-    points = sweep_points(config, grid or {}, [config.seed] if seeds is None else list(seeds), folder)
-    check_points(points)
-    failed, finished = {}, []
-    with hold(folder):
-        for k, point in enumerate(points):
-            print(f"point {k + 1} of {len(points)}: {point.name}", flush=True)
-            reason = _run_point(point, [Run(other.config) for other in finished], run)
-            finished += [point] if reason is None else []
-            failed |= {} if reason is None else {point.name: reason}
-            table = _write_points(folder, points, finished, failed)
-        return _results(folder, table, finished, failed)
-
-
 def _run_point(point: Point, others: list, run) -> str | None:
     "Run a point; return None, or why it failed."
     try:
@@ -190,7 +170,7 @@ def _write_table(table: pd.DataFrame, path: Path):
     with atomic_path(path) as temporary:
         table.to_csv(temporary, index=False)
 
-
+# %% ../nbs/13e_sweep.ipynb #433edb3e
 def _results(folder: Path, table: pd.DataFrame, finished: list, failed: dict) -> Sweep:
     "Combine the finished points and write what they show."
     runs = {}
@@ -204,7 +184,27 @@ def _results(folder: Path, table: pd.DataFrame, finished: list, failed: dict) ->
             "All settings, seeds combined": sweep.table(), "Differences to the first arm, seeds combined": sweep.differences.round(4)})
     return sweep
 
-# %% ../nbs/13e_sweep.ipynb #433edb3e
+# %% ../nbs/13e_sweep.ipynb #038369b9
+def run_sweep(config: RunConfig, grid: dict | None = None, seeds=None, folder="runs/sweep", run=run_pipeline) -> Sweep:
+    """Run every combination of the `grid`'s values (parameter -> list of values) with every seed, each in a folder in `folder`.
+
+    seeds: several; that of `config` by default. run: what runs one configuration. Points that are finished are skipped, a failed one
+    doesn't stop the others. Writes points.csv, results.csv, differences.csv and compare.html.
+    Raises `UserError` before anything starts if a point is wrong, or if its folder holds a run with other parameters."""
+    folder = Path(folder).resolve()
+    points = sweep_points(config, grid or {}, [config.seed] if seeds is None else list(seeds), folder)
+    check_points(points)
+    failed, finished = {}, []
+    with hold(folder):
+        for k, point in enumerate(points):
+            print(f"point {k + 1} of {len(points)}: {point.name}", flush=True)
+            reason = _run_point(point, [Run(other.config) for other in finished], run)
+            finished += [point] if reason is None else []
+            failed |= {} if reason is None else {point.name: reason}
+            table = _write_points(folder, points, finished, failed)
+        return _results(folder, table, finished, failed)
+
+# %% ../nbs/13e_sweep.ipynb #e124f47e
 def _flat(value: dict, before: str = "") -> dict:
     "A dict of dicts as one dict, names joined by dots; lists as text."
     found = {}
@@ -218,7 +218,7 @@ def _differing(values: dict) -> pd.DataFrame:
     table = pd.DataFrame({run: _flat(one) for run, one in values.items()}).fillna("")
     return table[table.nunique(axis=1) > 1]
 
-
+# %% ../nbs/13e_sweep.ipynb #254fb0d3
 def _run_names(runs: list[Run]) -> list[str]:
     "The folders' names, with as much of the path in front as it takes to tell them apart."
     for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
@@ -227,7 +227,7 @@ def _run_names(runs: list[Run]) -> list[str]:
             return names
     raise UserError("a run is given twice: compare each with another one")
 
-# %% ../nbs/13e_sweep.ipynb #038369b9
+# %% ../nbs/13e_sweep.ipynb #8dbbb6e5
 def _side_by_side(tables: dict, first: str) -> pd.DataFrame:
     "Tables of several runs as one whose rows go by `first`, then by run, so that the same row of all runs stands together."
     together = pd.concat(tables, names=["run"])
@@ -235,28 +235,37 @@ def _side_by_side(tables: dict, first: str) -> pd.DataFrame:
     return together.swaplevel().rename_axis([first, "run"]).loc[order]
 
 
+def _records(runs: list[Run]) -> dict:
+    "Name -> metrics.json of finished runs. Raises `UserError` for a run that isn't finished."
+    for run in runs:
+        if not run.is_complete() or not (run.path / "metrics.json").exists():
+            raise UserError(f"the run {run.path} isn't finished: finish it with gti run, or leave it out")
+    return {name: read_json(run.path / "metrics.json") for name, run in zip(_run_names(runs), runs)}
+
+# %% ../nbs/13e_sweep.ipynb #153959ad
+def _times(records: dict) -> pd.DataFrame:
+    "Seconds of each stage, a column a run, with their sum and the largest memory under them."
+    stages = {name: pd.DataFrame(record["stages"]).T for name, record in records.items()}
+    times = pd.DataFrame({name: table.seconds.astype(float) for name, table in stages.items()})
+    times.loc["all stages"], times.loc["peak memory, GB"] = times.sum(), [t.peak_memory_gb.astype(float).max() for t in stages.values()]
+    return times
+
+# %% ../nbs/13e_sweep.ipynb #c4e593db
 def comparison_tables(runs: list[Run]) -> dict:
     "Title -> table, of what differs between finished runs and what came out. Raises `UserError` for a run that isn't finished."
     from gti_nb.evaluation import metrics_table
 
-    names, records = _run_names(runs), {}
-    for name, run in zip(names, runs):
-        if not run.is_complete() or not (run.path / "metrics.json").exists():
-            raise UserError(f"the run {run.path} isn't finished: finish it with gti run, or leave it out")
-        records[name] = read_json(run.path / "metrics.json")
+    records = _records(runs)
     results = {name: record["metrics"]["comparison"] for name, record in records.items()}
-    stages = {name: pd.DataFrame(record["stages"]).T for name, record in records.items()}
     differences = pd.concat([pd.DataFrame(r["paired_differences"]).assign(run=n) for n, r in results.items()], ignore_index=True)
     numbers = [name for name in differences if name not in ("arm", "against", "metric", "run")]
     differences[numbers] = differences[numbers].astype(float).round(4)  # what JSON calls null is NaN
-    times = pd.DataFrame({name: table.seconds.astype(float) for name, table in stages.items()})
-    times.loc["all stages"], times.loc["peak memory, GB"] = times.sum(), [t.peak_memory_gb.astype(float).max() for t in stages.values()]
     return {
         "Parameters that differ": _differing({name: record["config"] | {"run_dir": ""} for name, record in records.items()}),
         "Metrics": _side_by_side({n: metrics_table(pd.DataFrame(r["summary"])) for n, r in results.items()}, "arm"),
         "Paired differences to the run's first arm": differences,
         "Geometry": _side_by_side({n: pd.DataFrame(r["metrics"]["geometry"]).T for n, r in records.items()}, "arm, moment").round(3),
-        "Seconds": times,
+        "Seconds": _times(records),
         "Where they were made: what differs": _differing({name: record["provenance"] for name, record in records.items()}),
     }
 
@@ -272,33 +281,38 @@ def comparison_figure(runs: list[Run]):
     cuts = {kind: [m for m in tables[0].metric.unique() if m.startswith(f"{kind}@")] for kind in kinds}
     chosen = [found[len(found) // 2] for found in cuts.values()]
     fig = make_subplots(1, len(chosen), subplot_titles=chosen, shared_yaxes=True, horizontal_spacing=0.04)
-    for k, (name, table) in enumerate(zip(names, tables)):
+    looks = itertools.cycle(zip(COLORS, ("circle", "diamond", "square", "triangle-up", "x", "cross")))  # told apart in grey, too
+    for name, table, (color, symbol) in zip(names, tables, looks):
         for column, metric in enumerate(chosen, 1):
             rows = table[table.metric == metric]
             bars = dict(array=rows.high - rows["mean"], arrayminus=rows["mean"] - rows.low, thickness=1.5, width=0)
             fig.add_scatter(x=rows["mean"], y=rows.arm, error_x=bars, mode="markers", orientation="h", name=name, legendgroup=name, row=1, col=column,
-                            showlegend=column == 1, marker_color=COLORS[k % len(COLORS)], error_x_color=COLORS[k % len(COLORS)])
+                            showlegend=column == 1, marker=dict(color=color, symbol=symbol), error_x_color=color)
     return fig.update_layout(scattermode="group", legend_orientation="h", legend_y=-0.15).update_yaxes(autorange="reversed")
 
 # %% ../nbs/13e_sweep.ipynb #bd030859
+def _page(heading: str, tables: dict, figure):
+    "A notebook (nbformat's node) with a heading, the `tables`, and the `figure` under that of metrics."
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+    cells, drawn = [new_markdown_cell(heading)], {"application/vnd.plotly.v1+json": json.loads(figure.to_json())}
+    for title, table in tables.items():
+        shown = {"text/html": table.to_html(na_rep="", index=not isinstance(table.index, pd.RangeIndex)) if len(table) else "<p>none</p>"}
+        outputs = [new_output("display_data", data) for data in ([shown, drawn] if title == "Metrics" else [shown])]
+        cells += [new_markdown_cell(f"## {title}"), new_code_cell(outputs=outputs)]
+    return nbformat.from_dict(new_notebook(cells=cells))
+
+# %% ../nbs/13e_sweep.ipynb #ef1ac07b
 def compare_runs(runs: list[Run], path=None, first: dict | None = None) -> dict:
     """Compare finished `runs`: title -> table, as `comparison_tables` gives them; with a `path`, also a self-contained HTML page there.
 
     first: tables to put at the top of the page. Raises `UserError` for a run that isn't finished or comes twice."""
-    import nbformat
-    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-
     from gti_nb.core import style
 
-    tables, cells = comparison_tables(runs), []
-    if path is None:
-        return tables
-    figure = style(comparison_figure(runs), "Means with 95 % intervals", 1000, 200 + 28 * len(runs) * len(runs[0].config.arms))
-    drawn = {"application/vnd.plotly.v1+json": json.loads(figure.to_json())}
-    for title, table in ((first or {}) | tables).items():
-        shown = {"text/html": table.to_html(na_rep="", index=not isinstance(table.index, pd.RangeIndex)) if len(table) else "<p>none</p>"}
-        outputs = [new_output("display_data", data) for data in ([shown, drawn] if title == "Metrics" else [shown])]
-        cells += [new_markdown_cell(f"## {title}"), new_code_cell(outputs=outputs)]
-    heading = new_markdown_cell(f"# {len(runs)} runs side by side\n\n" + "\n".join(f"- `{run.path}`" for run in runs))
-    write_page(nbformat.from_dict(new_notebook(cells=[heading, *cells])), path, code=False)
+    tables = comparison_tables(runs)
+    if path is not None:
+        figure = style(comparison_figure(runs), "Means with 95 % intervals", 1000, 200 + 28 * len(runs) * len(runs[0].config.arms))
+        heading = f"# {len(runs)} runs side by side\n\n" + "\n".join(f"- `{run.path}`" for run in runs)
+        write_page(_page(heading, (first or {}) | tables, figure), path, code=False)
     return tables

@@ -140,16 +140,65 @@ WRONG = {
                    ("lambda prompt, seen: [tuple(c) for c in beam_search(lm, [prompt], sids, beams=10).codes[0].tolist() if tuple(c) not in seen]",
                     "3 came back")],
     },
+    "12_evaluation": {
+        "item_recall": [("lambda beams, items_of, targets, k: np.mean([any(t in items_of[s] for s in sids) for sids, t in zip(beams, targets)])",
+                         "z has rank 3"),
+                        ("list(dict.fromkeys(item for sid in sids for item in items_of[sid]))",
+                         "[item for sid in sids for item in items_of[sid]]", "takes no second rank"),
+                        ("for sid in sids for", "for sid in sids[:1] for", "w has rank 4"),
+                        ("for sid in sids for", "for sid in sorted(sids) for", "behind the item of the better SID"),
+                        ("np.mean(hits)", "np.sum(hits)", "it should be 0.5")],
+        "average_precision": [("/ len(right)", "/ max(1, len(ranks))", "right are ['q', 'z']"), ("(n + 1) / r", "1 / r", "right are ['x', 'z']")],
+        "paired_interval": [("b[users]", "b[rng.integers(0, len(b), len(b))]", "is it the same users for both?"),
+                            ("rng.integers(0, len(a), len(a))", "rng.permutation(len(a))", "all draws are alike"),
+                            ("[0.025, 0.975]", "[0.05, 0.95]", "wide, it should be about"),
+                            ("a[users] - b[users]", "b[users] - a[users]", "doesn't hold the mean difference")],
+    },
     "12b_paper": {
         "hits_needed": [("<= 0.05", "<= 0.01", "and so are"), ("<= 0.05", "<= 0.2", "have a p-value")],
         "chance_level": [("lambda pools: (pools.grade == 'good').mean()", "for more than a small one"),
                          ('pools.grade == "good"', 'pools.grade != "not"', "on average 0.375")],
     },
+    "13d_diagnosis": {
+        "collapsed": [("lambda rows, base: geometry_report(rows)['mean_cosine'] > 0.99", "a healthy cloud far from the origin"),
+                      ("lambda rows, base: geometry_report(rows)['effective_rank_centered'] < 5", "a thousandth of noise"),
+                      ("lambda rows, base: geometry_report(rows, base)['norm_ratio'] < 0.1", "a thousandth of noise"),
+                      ("lambda rows, base: True", "a healthy cloud: True")],
+        "by_rank": [("(ranks(one), ranks(other))", "(one, other)", "is Pearson's correlation"),
+                    ("(len(side), 1)", "(len(side), 0)", "each pair of different rows once"),
+                    ("values.argsort().argsort()", "values.argsort()", "its rank among all pairs")],
+        "films_of": [(" / np.maximum(carries.sum(0), 1)[:, None]", "", "the row of <a_0>"), ("codes.T]", "codes.T[::-1]]", "the row of <a_0>"),
+                     ("np.arange(codebook_size)", "np.arange(codebook_size - 1)", "it should be (6, 3)")],
+    },
+    "13e_sweep": {
+        "settings_of": [("lambda grid: [dict(zip(grid, values)) for values in zip(*grid.values())]", "stands for 4 settings, not 2"),
+                        ("lambda grid: [{name: value} for name, values in grid.items() for value in values]", "in another order"),
+                        ("for setting in settings for value in values", "for value in values for setting in settings", "in another order"),
+                        ("settings = [{}]", "settings = [{}] if grid else []", "{} stands for 1 settings, not 0")],
+        "gain_over_seeds": [("[a[seed] - b[seed] for seed in a]", "[x - y for x, y in zip(a.values(), b.values())]", "should fall out"),
+                            (".std(ddof=1)", ".std()", "three seeds are few"),
+                            ("student.ppf(0.975, len(gains) - 1)", "1.96", "three seeds are few"),
+                            ("a[seed] - b[seed]", "b[seed] - a[seed]", "the mean gain is 0.02")],
+    },
+    "13f_plan": {
+        "by_hand": [("tokens**2", "tokens", "a pair of tokens costs"), ("+ 2 * key", "+ 2 * query", "for each number in the matrices"),
+                    ("3 * shape.inner", "2 * shape.inner", "for each number in the matrices"),
+                    ("(2 * matrices", "(matrices", "for each number in the matrices")],
+        "worth": [("2 * (n - 1) / n", "2", "exchange 12"), ("2 * (n - 1) / n * exchange", "n * exchange", "exchange 12"),
+                  ("host +", "host / n +", "host 10, exchange 0: 64 GPUs"), ("0.75", "0.5", "it should be 16")],
+    },
+    "15_cli": {
+        "words_of": [("lambda grid: ['--grid', 'beams=20']", "are read as"), ("','.join", "' '.join", "are read as"),
+                     ('("--grid", f"{name}={\',\'.join(map(str, values))}")', '(f"{name}={\',\'.join(map(str, values))}",)', "needs a --grid")],
+        "all_or_first": [("lambda commands, main: max(main(words) for words in commands)", "3 commands were started"),
+                         ("except SystemExit as end", "except KeyboardInterrupt as end", "bad good: SystemExit"),
+                         ("if code:", "if code == 1:", "stopped failed: 1"), ("code = end.code", "code = 1", "bad good: 1")],
+    },
 }
 
 # Lessons whose exercises, where they have some, are written otherwise.
-OTHER_FORM = {"12_evaluation", "13a_config", "13b_stages", "13c_pipeline", "13d_diagnosis", "13e_sweep", "13f_plan", "14_explore",
-              "14b_explorer", "14c_screen", "14d_app", "14e_check_env", "15_cli"}
+OTHER_FORM = {"13a_config", "13b_stages", "13c_pipeline", "14_explore",
+              "14b_explorer", "14c_screen", "14d_app", "14e_check_env"}
 
 
 SHORTER = {"RQVAEConfig(steps=150)": "RQVAEConfig(steps=40)", "RQVAEConfig(steps=250)": "RQVAEConfig(steps=60)",
