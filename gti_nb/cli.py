@@ -118,6 +118,8 @@ def _add_run(parser):
 def _run(options):
     config = load_config(options.config, overrides_of(options.overrides))
     report, run = run_pipeline(config), Run(config)
+    if report is None:  # on another node than the one that leads
+        return
     _print_tables({"": result_table(run), "Paired differences, 95 % bootstrap over users:": difference_table(run)})
     print(f"report: {report}\nopen it with: {sys.executable} -m webbrowser -t {report.as_uri()}")
 

@@ -41,7 +41,7 @@ class _Input(BaseModel):
     protocol: str = Field("leave_one_out", pattern="^(leave_one_out|graded)$", description="leave_one_out, or graded retrieval")
     graded_pool: int = Field(50, ge=2, description="candidates a query has in graded retrieval")
 
-
+# %% ../nbs/13a_config.ipynb #f36464bb
 class _SemanticIds(_Input):
     encoder: str = Field("embedded:all-MiniLM-L6-v2", description="sentence encoder: embedded, a folder, or a hub name")
     levels: int = Field(3, ge=2, le=26, description="codes per semantic ID (L)")
@@ -207,26 +207,30 @@ def task_settings(config: RunConfig, arm: str) -> dict:
     check_tasks(tasks)
     return tasks
 
-# %% ../nbs/13a_config.ipynb #63b18870
-def preflight(config: RunConfig):
-    "Raise `UserError` for what would stop the run later: missing input, models that can't be had, sizes that don't fit."
-    from gti_nb.encode import ENCODERS
+# %% ../nbs/13a_config.ipynb #731e4bdf
+def _check_protocol(config: RunConfig, dataset):
+    "Raise `UserError` if nobody of the `dataset` can be tested."
     from gti_nb.paper import graded_retrieval
-    from gti_nb.vocabulary import EMBEDDED_MODELS
 
-    pick_device(config.device)
-    dataset = load_dataset(config.data).filter(min_rating=config.min_rating, max_items=config.max_items)
-    if dataset.items.empty or dataset.interactions.empty:
-        raise UserError(f"no interactions are left of {config.data!r} with min_rating {config.min_rating}: lower it")
-    if config.codebook_size > len(dataset.items):
-        raise UserError(f"codebook_size is {config.codebook_size}, but there are only {len(dataset.items)} items: "
-                        f"set codebook_size to at most {len(dataset.items)}")
     if config.protocol == "graded":
         if config.min_rating > 0:
             raise UserError(f"min_rating is {config.min_rating}, but graded retrieval needs the low ratings too: set it to 0")
         graded_retrieval(dataset, config.graded_pool)
     elif leave_one_out(dataset).test.empty:
         raise UserError(f"no user of {config.data!r} has 3 interactions, so nobody can be tested: bring longer histories")
+
+# %% ../nbs/13a_config.ipynb #63b18870
+def preflight(config: RunConfig):
+    "Raise `UserError` for what would stop the run later: missing input, models that can't be had, sizes that don't fit."
+    from gti_nb.encode import ENCODERS
+    from gti_nb.vocabulary import EMBEDDED_MODELS
+
+    pick_device(config.device)
+    dataset = load_dataset(config.data).filter(min_rating=config.min_rating, max_items=config.max_items)
+    if config.codebook_size > len(dataset.items):
+        raise UserError(f"codebook_size is {config.codebook_size}, but there are only {len(dataset.items)} items: "
+                        f"set codebook_size to at most {len(dataset.items)}")
+    _check_protocol(config, dataset)
     rqvae_config(config)
     resolve_source(config.encoder, "encoder", ENCODERS)
     if config.language_model != "tiny:qwen3":

@@ -17,6 +17,7 @@ import pandas as pd
 
 from .config import RunConfig, preflight
 from .core import UserError, atomic_path, read_json, write_json
+from .processes import follow, gather, this_node
 from .stages import Run, hold
 
 # %% ../nbs/13c_pipeline.ipynb #67cba1aa
@@ -34,7 +35,7 @@ def provenance() -> dict:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "packages": {name: metadata.version(name) for name in packages}}
 
-
+# %% ../nbs/13c_pipeline.ipynb #c5fd1d66
 def finish_run(run: Run) -> pd.DataFrame:
     "Write the run's `metrics.json` and return the times of its stages (stage, seconds, peak memory in GB)."
     done = {name: read_json(run.folder(name) / "DONE.json") for name in run.stages}
@@ -64,7 +65,7 @@ def write_page(pages, path, code: bool = True):
     with atomic_path(path) as temporary:
         temporary.write_text(html.replace("</head>", f"<script>{get_plotlyjs()}</script></head>", 1), encoding="utf-8")
 
-
+# %% ../nbs/13c_pipeline.ipynb #2628d19f
 def write_report(notebook, path):
     "The executed `notebook`, a path, as a page at `path`."
     import nbformat
@@ -99,25 +100,37 @@ def _execute(notebook, executed: Path, config: RunConfig):
                         ) from None
 
 # %% ../nbs/13c_pipeline.ipynb #b08a6610
-def run_pipeline(config: RunConfig, notebook=None) -> Path:
-    """Run the pipeline notebook with `config` by papermill and write the report; return the report's path.
-
-    The kernel's output is streamed. Raises `UserError` if the configuration can't work, another run works in the
-    folder, or the run doesn't end well."""
-    preflight(config)
-    run, report = Run(config), Path(config.run_dir) / "report.html"
-    executed = run.path / "pipeline.ipynb"
-    if run.is_complete() and report.exists():
-        print(f"{run.path} is complete: nothing to do")
-        return report
+def _lead(run: Run, notebook) -> Path:
+    "Execute the notebook in the run's folder, and write the report. Raises `UserError` if the run doesn't end well."
+    executed, report = run.path / "pipeline.ipynb", run.path / "report.html"
     with hold(run.path):
-        write_json(run.path / "config.json", config.model_dump(mode="json"))
-        _execute(notebook or pipeline_notebook(), executed, config)
+        write_json(run.path / "config.json", run.config.model_dump(mode="json"))
+        _execute(notebook or pipeline_notebook(), executed, run.config)
         if not run.is_complete():
             raise UserError(f"the run ended early: {', '.join(n for n in run.stages if not run.is_done(n))} not done; "
                             f"run the same command again to go on")
         write_report(executed, report)
     return report
+
+# %% ../nbs/13c_pipeline.ipynb #c6c0d09e
+def run_pipeline(config: RunConfig, notebook=None) -> Path | None:
+    """Run the pipeline notebook with `config` by papermill and write the report; return the report's path.
+
+    The kernel's output is streamed. With several nodes (`this_node`), all call it alike: node 0 does that, the others take part in the
+    shared stages and return None. Raises `UserError` if the configuration can't work, another run works in the folder, or the run
+    doesn't end well, on any node."""
+    preflight(config)
+    node, run, report = this_node(), Run(config), Path(config.run_dir) / "report.html"
+    if config.processes % node.count:
+        raise UserError(f"processes is {config.processes}, but the run has {node.count} nodes: set processes to a multiple of {node.count}, "
+                        "the GPUs of all nodes together")
+    if run.is_complete() and report.exists():
+        print(f"{run.path} is complete: nothing to do")
+        return report if node.rank == 0 else None
+    if node.rank > 0:
+        return follow(node)
+    with gather(node):
+        return _lead(run, notebook)
 
 # %% ../nbs/13c_pipeline.ipynb #a5113bc0
 def paper_tables(run: Run) -> dict:

@@ -93,7 +93,7 @@ def _is_current(self: Run, name: str, file: str) -> bool:
     path = self.folder(name) / file
     return path.exists() and read_json(path)["fingerprint"] == self.fingerprint(name)
 
-
+# %% ../nbs/13b_stages.ipynb #61a59e50
 @patch
 def is_complete(self: Run) -> bool:
     return all(self.is_done(name) for name in self.stages)
@@ -161,7 +161,7 @@ def _begin(file, folder: Path) -> str:
         raise _taken(folder, _holder(file))
     return token
 
-
+# %% ../nbs/13b_stages.ipynb #b23ac0da
 def _taken(folder: Path, holder: dict) -> UserError:
     who = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
     return UserError(f"{who} works in {folder}: wait until it has ended, or give another run_dir")
@@ -225,13 +225,13 @@ def _peak_memory_gb() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 # %% ../nbs/13b_stages.ipynb #f110a122
-def work(config: dict, stage: str) -> dict:
-    """What each of several processes does of a stage of the run with this `config`.
+def work(config: dict, stage: str, held: str) -> dict:
+    """What each of several processes does of a stage of the run with this `config`; `held` is what GTI_HOLD says in the run.
 
     Returns the stage's metrics, and the sum of the processes' peak memory in GB."""
     from accelerate.utils import gather_object
 
-    run = Run(RunConfig(**config))
+    run, os.environ["GTI_HOLD"] = Run(RunConfig(**config)), held
     with hold(run.path):
         metrics = _alone(run, run.stages[stage])
     return {"metrics": metrics, "peak_memory_gb": sum(gather_object([_peak_memory_gb()]))}
@@ -242,23 +242,23 @@ def _alone(run: Run, stage: Stage) -> dict:
     return stage.work(run, run.folder(stage.name))
 
 
-def _work(run: Run, stage: Stage) -> tuple:
-    "The stage's metrics and the peak memory in GB of all who did it, as many processes as the configuration asks for."
-    from gti_nb.processes import launch
-
-    _forget_peak()
-    if not stage.shared or run.config.processes == 1:
-        return _alone(run, stage), _peak_memory_gb()
-    arguments = {"config": run.config.model_dump(mode="json"), "stage": stage.name}
-    done = launch("gti_nb.stages:work", arguments, run.config.processes, run.config.device)
-    return done["metrics"], done["peak_memory_gb"] + _peak_memory_gb()
-
-
 def _place() -> tuple[int, int]:
     "Which of how many processes this is."
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 # %% ../nbs/13b_stages.ipynb #28f5acfa
+def _work(run: Run, stage: Stage) -> tuple:
+    "The stage's metrics and the peak memory in GB of all who did it, as many processes as the configuration asks for."
+    from gti_nb.processes import launch_together
+
+    _forget_peak()
+    if not stage.shared or run.config.processes == 1:
+        return _alone(run, stage), _peak_memory_gb()
+    arguments = {"config": run.config.model_dump(mode="json"), "stage": stage.name, "held": os.environ["GTI_HOLD"]}
+    done = launch_together("gti_nb.stages:work", arguments, run.config.processes, run.config.device, stage.name)
+    return done["metrics"], done["peak_memory_gb"] + _peak_memory_gb()
+
+# %% ../nbs/13b_stages.ipynb #e5dea365
 def _prepare(run: Run, stage: Stage):
     "Make the stage's folder ready: cleared if it is stale, as it was left if the stage was interrupted."
     folder, word = run.folder(stage.name), "starts"
@@ -272,7 +272,7 @@ def _prepare(run: Run, stage: Stage):
     write_json(folder / "config.json", _stage_config(run, stage))
     print(f"{stage.name}: {word}", flush=True)
 
-
+# %% ../nbs/13b_stages.ipynb #40491d43
 def _tidy(folder: Path):
     "Remove from a finished stage what only an unfinished one needs."
     for path in list(folder.rglob("*")):
@@ -304,7 +304,7 @@ def run_stage(run: Run, name: str) -> dict:
     print(f"{name}: done in {seconds:.0f} s", flush=True)
     return run.metrics(name)
 
-# %% ../nbs/13b_stages.ipynb #eda858ee
+# %% ../nbs/13b_stages.ipynb #40dfe0cf
 def _data(run: Run, folder: Path) -> dict:
     config = run.config
     dataset = load_dataset(config.data).filter(min_rating=config.min_rating, max_items=config.max_items)
@@ -323,7 +323,7 @@ def _encode(run: Run, folder: Path) -> dict:
         save_file({"vectors": vectors}, temporary)
     return {"items": len(vectors), "width": vectors.shape[1]}
 
-
+# %% ../nbs/13b_stages.ipynb #27a0fb12
 def _rqvae(run: Run, folder: Path) -> dict:
     from gti_nb.rqvae import quality_report, train_rqvae
 
@@ -375,7 +375,7 @@ def sids(self: Run, arm: str | None = None):
     sids = SemanticIds.load(self.folder("semantic_ids"))
     return sids.permuted(self.config.seed) if arm and self.config.arms[arm].shuffled_sids else sids
 
-
+# %% ../nbs/13b_stages.ipynb #4c168031
 @patch
 def base(self: Run):
     "A fresh copy of the base language model, in 4 bits for qlora, and its tokenizer."
@@ -390,7 +390,17 @@ def history(self: Run, stage: str) -> pd.DataFrame:
     "The training history of a stage that trains."
     return pd.read_csv(self.folder(stage) / "history.csv")
 
-# %% ../nbs/13b_stages.ipynb #4c168031
+# %% ../nbs/13b_stages.ipynb #9497d15f
+def _first_stages() -> list[Stage]:
+    "From the catalogue to semantic IDs: what all arms stand on."
+    return [
+        Stage("data", _data, reads=("data", "min_rating", "max_items")),
+        Stage("encode", _encode, ("data",), ("encoder",)),
+        Stage("rqvae", _rqvae, ("encode",), ("levels", "codebook_size", "rqvae_steps", "rqvae", "seed", "device")),
+        Stage("semantic_ids", _semantic_ids, ("data", "encode", "rqvae"), ("collisions",)),
+    ]
+
+# %% ../nbs/13b_stages.ipynb #f5455849
 @patch
 def graded(self: Run):
     "The `GradedRetrieval` of a run with that protocol, with the queries that are evaluated; else None. Made once."
@@ -411,7 +421,7 @@ def _sample(rows: pd.DataFrame, n: int, seed: int) -> pd.DataFrame:
         rows = rows.iloc[np.sort(np.random.default_rng(seed).permutation(len(rows))[:n])]
     return rows.reset_index(drop=True)
 
-
+# %% ../nbs/13b_stages.ipynb #d8974d35
 @patch
 def splits(self: Run) -> Splits:
     "What trains, validates and tests; made once. In a graded run the last item of a training sequence validates, and the queries test."
@@ -424,6 +434,13 @@ def _graded_splits(task) -> Splits:
     valid = pd.DataFrame([(user, items[:-1], items[-1]) for user, items in long.items()], columns=["user_id", "history", "target"])
     train = task.train | {user: items[:-1] for user, items in long.items()}
     return Splits(train, valid, task.queries.rename(columns={"query_id": "user_id"}))
+
+
+@patch
+def test_users(self: Run) -> pd.DataFrame:
+    """The test rows that are evaluated, the same for every arm: all, or `eval_users` drawn by the seed. user_id, history, and target,
+    or in a graded run, whose users are queries, text."""
+    return _sample(self.splits().test, self.config.eval_users, self.config.seed)
 
 # %% ../nbs/13b_stages.ipynb #1534cefb
 @patch
@@ -447,6 +464,20 @@ def _init(arm: str):
         NewRows.of(lm, run.config.language_model).save(folder / "rows.safetensors")
         return {**vocabulary_table(lm).value.to_dict(), **geometry_report(lm.new_rows.detach(), lm.base_rows)}
     return work
+
+# %% ../nbs/13b_stages.ipynb #3f1f6173
+_ITEMS = ("data", "semantic_ids")  # what the stages of an arm use
+_MODEL = ("seed", "device", "language_model", "dtype", "sft_mode")
+_TRAINING = (*_MODEL, "micro_batch_size")
+_PROTOCOL = ("protocol", "graded_pool", "eval_users")
+
+
+def _read_by(prefixes: tuple) -> tuple:
+    return tuple(name for name in RunConfig.model_fields if name.startswith(prefixes))
+
+
+def _init_stage(arm: str) -> Stage:
+    return Stage(f"init-{arm}", _init(arm), _ITEMS, _MODEL, arm)
 
 # %% ../nbs/13b_stages.ipynb #8462e026
 @patch
@@ -496,6 +527,10 @@ def _ground(arm: str):
     return work
 
 # %% ../nbs/13b_stages.ipynb #4a833034
+def _ground_stage(arm: str) -> Stage:
+    return Stage(f"ground-{arm}", _ground(arm), (*_ITEMS, f"init-{arm}"), _TRAINING + _read_by(("grounding_",)), arm, shared=True)
+
+# %% ../nbs/13b_stages.ipynb #35c421bf
 @patch
 def examples(self: Run, arm: str, tokenizer):
     "What the arm is fine-tuned on: the examples, and the counts of their tasks."
@@ -521,7 +556,7 @@ def writer(self: Run, arm: str, tokenizer):
     tasks = {"next_item": task_settings(self.config, arm).get("next_item", TaskSettings())}
     return Writer(tokenizer, self.dataset().items, self.sids(arm), tasks, self.config.max_history)
 
-
+# %% ../nbs/13b_stages.ipynb #045015df
 def _extra_steps(run: Run, arm: str, tokenizer, examples) -> int:
     "How many steps on `examples` have as many tokens as grounding (and what `align_steps` adds to it)."
     from gti_nb.training import batch_indices, steps_of
@@ -563,7 +598,7 @@ def _validation(run: Run, arm: str, tokenizer):
     users = _sample(run.splits().valid, config.sft_validation_users, config.seed)
     return [writer.write("next_item", row.history, row.target) for row in users.itertuples()]
 
-
+# %% ../nbs/13b_stages.ipynb #1c384e70
 def _sft(arm: str):
     def work(run: Run, folder: Path) -> dict:
         from gti_nb.sft import SFTSettings, finetune, save_model
@@ -593,14 +628,15 @@ def _sft(arm: str):
                 "loss": history.loss.tail(10).mean()}
     return work
 
-# %% ../nbs/13b_stages.ipynb #b1b20465
-@patch
-def test_users(self: Run) -> pd.DataFrame:
-    """The test rows that are evaluated, the same for every arm: all, or `eval_users` drawn by the seed. user_id, history, and target,
-    or in a graded run, whose users are queries, text."""
-    return _sample(self.splits().test, self.config.eval_users, self.config.seed)
+# %% ../nbs/13b_stages.ipynb #dc727751
+def _sft_stage(arm: str, settings) -> Stage:
+    before, grounding = f"ground-{arm}" if settings.grounding else f"init-{arm}", _read_by(("grounding_",))
+    reads = _TRAINING + _PROTOCOL + _read_by(("sft_", "lora_")) + ("max_history", "mixtures")
+    if settings.equal_compute or settings.grounding:
+        reads += ("align_steps", *(grounding if settings.equal_compute else ("grounding_batch_size",)))
+    return Stage(f"sft-{arm}", _sft(arm), (*_ITEMS, before), reads, arm, shared=True)
 
-
+# %% ../nbs/13b_stages.ipynb #a384348b
 @patch
 def model(self: Run, arm: str):
     "The fine-tuned `ExtendedLM` of `arm`."
@@ -621,7 +657,15 @@ def _next_items(run: Run, arm: str, lm, users: pd.DataFrame, wording: int) -> pd
     _check_beams(found, sids)
     return beam_predictions(users.user_id.tolist(), found.codes, found.scores, sids, config.beams)
 
+# %% ../nbs/13b_stages.ipynb #b1b20465
+def _check_beams(found, sids):
+    "Raise if a returned beam isn't the SID of an item, or comes twice for one user."
+    for user, (codes, scores) in enumerate(zip(found.codes, found.scores)):
+        real = [tuple(c) for c in codes[np.isfinite(scores)].tolist()]
+        if len(set(real)) < len(real) or not all(sids.items_of(c) for c in real):
+            raise UserError(f"test user {user}: beams repeat or name no item: this is a bug, please report it")
 
+# %% ../nbs/13b_stages.ipynb #46ae6d5c
 def _pool_order(run: Run, arm: str, lm, users: pd.DataFrame, wording: int) -> pd.DataFrame:
     "How `lm` orders the candidates of the queries in `users`: user_id, rank, item_id, score."
     from dataclasses import replace
@@ -650,26 +694,6 @@ def _by_all(folder: Path, users: pd.DataFrame, predict) -> pd.DataFrame:
     PartialState().wait_for_everyone()
     return merge_shards([pd.read_parquet(folder / f"part-{i}.parquet") for i in range(world)], users.user_id.tolist())
 
-
-def _evaluate(arm: str):
-    def work(run: Run, folder: Path) -> dict:
-        from gti_nb.vocabulary import packed
-
-        lm, users, predict = run.model(arm), run.test_users(), _pool_order if run.config.protocol == "graded" else _next_items
-        with packed(lm):
-            tables = [_by_all(folder, users, lambda some: predict(run, arm, lm, some, wording))
-                      for wording in range(run.config.eval_prompts)]
-        return _save_predictions(run, folder, tables) if _place()[0] == 0 else {}
-    return work
-
-
-def _check_beams(found, sids):
-    "Raise if a returned beam isn't the SID of an item, or comes twice for one user."
-    for user, (codes, scores) in enumerate(zip(found.codes, found.scores)):
-        real = [tuple(c) for c in codes[np.isfinite(scores)].tolist()]
-        if len(set(real)) < len(real) or not all(sids.items_of(c) for c in real):
-            raise UserError(f"test user {user}: beams repeat or name no item: this is a bug, please report it")
-
 # %% ../nbs/13b_stages.ipynb #bd6deecc
 def _user_metrics(run: Run, predictions: pd.DataFrame) -> pd.DataFrame:
     "The metrics of each test user, by user_id."
@@ -696,6 +720,23 @@ def _save_predictions(run: Run, folder: Path, tables: list) -> dict:
             pd.concat([part.assign(prompt=i) for i, part in enumerate(parts)], ignore_index=True).to_parquet(temporary, index=False)
     return {"users": len(measured[0]), "prompts": len(tables), **average_runs(measured).mean().to_dict()}
 
+# %% ../nbs/13b_stages.ipynb #ec03ac8d
+def _evaluate(arm: str):
+    def work(run: Run, folder: Path) -> dict:
+        from gti_nb.vocabulary import packed
+
+        lm, users, predict = run.model(arm), run.test_users(), _pool_order if run.config.protocol == "graded" else _next_items
+        with packed(lm):
+            tables = [_by_all(folder, users, lambda some: predict(run, arm, lm, some, wording))
+                      for wording in range(run.config.eval_prompts)]
+        return _save_predictions(run, folder, tables) if _place()[0] == 0 else {}
+    return work
+
+
+def _evaluate_stage(arm: str) -> Stage:
+    reads = (*_TRAINING, *_PROTOCOL, "max_history", "mixtures", "eval_prompts", "beams", "ks", "drop_seen")
+    return Stage(f"evaluate-{arm}", _evaluate(arm), (*_ITEMS, f"sft-{arm}"), reads, arm, shared=True)
+
 # %% ../nbs/13b_stages.ipynb #fa8ad22f
 def _floor(kind: str):
     def work(run: Run, folder: Path) -> dict:
@@ -715,7 +756,12 @@ def _floor(kind: str):
         return _save_predictions(run, folder, [predictions_table(users.user_id.tolist(), lists)])
     return work
 
-# %% ../nbs/13b_stages.ipynb #5fd38ebc
+
+def _floor_stage(kind: str) -> Stage:
+    uses = ("data", "encode") if kind == "nearest" else ("data",)
+    return Stage(f"evaluate-{kind}", _floor(kind), uses, ("seed", *_PROTOCOL, "beams", "ks", "drop_seen"))
+
+# %% ../nbs/13b_stages.ipynb #7d798968
 @patch
 def moments(self: Run) -> list:
     "The pairs (arm, moment) at which rows were kept, in order."
@@ -735,7 +781,7 @@ def _geometry(run: Run, folder: Path) -> dict:
     return {f"{arm}, {moment}": geometry_report(rows, base) | structure(rows[:len(flat)])
             for arm, moment in run.moments() for rows in [run.rows(arm, moment).rows]}
 
-
+# %% ../nbs/13b_stages.ipynb #51bb5403
 @patch
 def per_user(self: Run) -> dict:
     "Of every arm and floor, the metrics of each test user: a list of tables by user_id, one a wording."
@@ -757,46 +803,20 @@ def _comparison(run: Run, folder: Path) -> dict:
         differences = table.astype(object).where(table.notna(), None).to_dict("records")
     return {"summary": summary.to_dict("records"), "paired_differences": differences}
 
-# %% ../nbs/13b_stages.ipynb #7d798968
-_MODEL = ("seed", "device", "language_model", "dtype", "sft_mode")
-_TRAINING = (*_MODEL, "micro_batch_size")
-_PROTOCOL = ("protocol", "graded_pool", "eval_users")
+# %% ../nbs/13b_stages.ipynb #7fe1afef
+def _last_stages(stages: list) -> list[Stage]:
+    "What comes after all `stages` of the arms and floors."
+    rows, measured = (tuple(stage.name for stage in stages if stage.name.startswith(kinds))
+                      for kinds in (("init-", "ground-", "sft-"), "evaluate-"))
+    return [Stage("geometry", _geometry, ("rqvae", *rows), ("language_model", "dtype", "sft_mode")),
+            Stage("comparison", _comparison, measured, ("seed", "n_bootstrap"))]
 
-
-def _read_by(prefixes: tuple) -> tuple:
-    return tuple(name for name in RunConfig.model_fields if name.startswith(prefixes))
-
-
-def _arm_stages(arm: str, settings) -> list[Stage]:
-    "The stages of one arm."
-    data, before, grounding = ("data", "semantic_ids"), f"init-{arm}", _read_by(("grounding_",))
-    stages = [Stage(before, _init(arm), data, _MODEL, arm)]
-    if settings.grounding:
-        stages.append(Stage(f"ground-{arm}", _ground(arm), (*data, before), _TRAINING + grounding, arm, shared=True))
-        before = f"ground-{arm}"
-    tuning = _TRAINING + _PROTOCOL + _read_by(("sft_", "lora_")) + ("max_history", "mixtures")
-    if settings.equal_compute or settings.grounding:
-        tuning += ("align_steps", *(grounding if settings.equal_compute else ("grounding_batch_size",)))
-    stages.append(Stage(f"sft-{arm}", _sft(arm), (*data, before), tuning, arm, shared=True))
-    reads = (*_TRAINING, *_PROTOCOL, "max_history", "mixtures", "eval_prompts", "beams", "ks", "drop_seen")
-    return [*stages, Stage(f"evaluate-{arm}", _evaluate(arm), (*data, f"sft-{arm}"), reads, arm, shared=True)]
-
-# %% ../nbs/13b_stages.ipynb #51bb5403
+# %% ../nbs/13b_stages.ipynb #7f7aec7b
 def plan_stages(config: RunConfig) -> list[Stage]:
     "All stages of a run with this configuration, each after the stages that it uses."
-    stages = [
-        Stage("data", _data, reads=("data", "min_rating", "max_items")),
-        Stage("encode", _encode, ("data",), ("encoder",)),
-        Stage("rqvae", _rqvae, ("encode",), ("levels", "codebook_size", "rqvae_steps", "rqvae", "seed", "device")),
-        Stage("semantic_ids", _semantic_ids, ("data", "encode", "rqvae"), ("collisions",)),
-    ]
+    stages = _first_stages()
     for arm, settings in config.arms.items():
-        stages += _arm_stages(arm, settings)
-    for kind in FLOORS:
-        uses = ("data", "encode") if kind == "nearest" else ("data",)
-        stages.append(Stage(f"evaluate-{kind}", _floor(kind), uses, ("seed", *_PROTOCOL, "beams", "ks", "drop_seen")))
-    rows = tuple(s.name for s in stages if s.name.startswith(("init-", "ground-", "sft-")))
-    measured = tuple(s.name for s in stages if s.name.startswith("evaluate-"))
-    stages.append(Stage("geometry", _geometry, ("rqvae", *rows), ("language_model", "dtype", "sft_mode")))
-    stages.append(Stage("comparison", _comparison, measured, ("seed", "n_bootstrap")))
-    return stages
+        grounding = [_ground_stage(arm)] if settings.grounding else []
+        stages += [_init_stage(arm), *grounding, _sft_stage(arm, settings), _evaluate_stage(arm)]
+    stages += [_floor_stage(kind) for kind in FLOORS]
+    return stages + _last_stages(stages)

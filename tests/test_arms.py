@@ -1,11 +1,17 @@
 "Arms, modes and protocols through the stages of small runs, in one process and in two."
 
+import os
+import subprocess
+
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
+from conftest import BIN, ROOT
 from gti_nb.config import FLOORS, make_config
 from gti_nb.core import read_json
+from gti_nb.explore import open_run
 from gti_nb.stages import Run, run_stage
 
 SIZES = {"max_items": 30, "codebook_size": 6, "eval_users": 20, "rqvae_steps": 20, "grounding_steps": 4, "sft_steps": 3,
@@ -90,17 +96,46 @@ def test_a_finished_stage_leaves_no_checkpoint(arms):
 
 # --- several processes ---------------------------------------------------------------------------------------------------
 
-def test_two_processes_end_like_one(tmp_path):
-    values = {"arms": {"mean": {}, "gti": {"grounding": True}}, "lora_dropout": 0.0, "dtype": "float32", "eval_users": 11}
-    one, two = (finished(tmp_path / str(n), processes=n, **values) for n in (1, 2))
-    for stage in ("ground-gti", "sft-mean", "sft-gti"):
-        a, b = one.history(stage), two.history(stage)
-        pd.testing.assert_frame_equal(a, b, rtol=1e-4, atol=1e-5)
-    for arm in ("mean", "gti"):
-        a, b = (pd.read_parquet(run.folder(f"evaluate-{arm}") / "predictions.parquet") for run in (one, two))
-        assert a.user_id.tolist() == b.user_id.tolist() and set(b.user_id) == set(two.test_users().user_id)
-        assert (a.item_id == b.item_id).mean() > 0.95  # the same but for near ties
-    assert len(list(two.path.rglob("part-*.parquet"))) == 4
+SRUN = """#!/usr/bin/env bash
+while [ "$1" != bash ]; do shift; done
+SLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@" && wait $!
+"""
+
+
+def on_two_nodes(folder, values) -> subprocess.CompletedProcess:
+    "The run that the Slurm script makes, with this machine taken for two nodes of one process."
+    (folder / "bin").mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho 127.0.0.1\n")):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(BIN)
+    (folder / "two.yaml").write_text(yaml.safe_dump(SIZES | values))
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "1", "SLURM_JOB_ID": str(os.getpid()),
+             "SLURM_JOB_NODELIST": "a,b", "GTI_PROGRESS": "lines", "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run([ROOT / "configs" / "slurm.sh", "two.yaml", "-p", "device", "cpu", "-p", "run_dir", "run"],
+                          env=os.environ | slurm, capture_output=True, text=True, timeout=300)
+
+
+def test_two_nodes_and_two_processes_end_like_one(tmp_path):
+    values = {"arms": {"gti": {"grounding": True}}, "lora_dropout": 0.0, "dtype": "float32", "eval_users": 11}
+    one, done = finished(tmp_path / "one", **values), on_two_nodes(tmp_path / "nodes", values)
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = open_run(tmp_path / "nodes" / "run")
+    for stage in nodes.stages:
+        assert done.stdout.count(f"node 1 takes part in {stage}\n") == nodes.stages[stage].shared, stage
+    assert done.stdout.count("report: ") == 1  # said by node 0 alone
+    for stage in ("ground-gti", "sft-gti"):
+        pd.testing.assert_frame_equal(one.history(stage), nodes.history(stage), rtol=1e-4, atol=1e-5)
+    # And the two processes of the last stage once more, on one node.
+    predicted = lambda run: pd.read_parquet(run.folder("evaluate-gti") / "predictions.parquet")
+    found = [predicted(one), predicted(nodes)]
+    (nodes.folder("evaluate-gti") / "DONE.json").unlink()
+    run_stage(nodes, "evaluate-gti")
+    assert nodes.config.processes == len(list(nodes.path.rglob("part-*.parquet"))) == 2
+    for other in (found[1], predicted(nodes)):
+        assert other.user_id.tolist() == found[0].user_id.tolist() and set(other.user_id) == set(one.test_users().user_id)
+        assert (other.item_id == found[0].item_id).mean() > 0.95  # the same but for near ties
 
 
 # --- modes ---------------------------------------------------------------------------------------------------------------

@@ -159,6 +159,29 @@ WRONG = {
         "chance_level": [("lambda pools: (pools.grade == 'good').mean()", "for more than a small one"),
                          ('pools.grade == "good"', 'pools.grade != "not"', "on average 0.375")],
     },
+    "13a_config": {
+        "differs": [("lambda arms: {name: ['grounding'] for name in list(arms)[1:]}", "every arm is compared with the first"),
+                    ("getattr(arms[first], k)", "getattr(arms[others[0]], k)", "every arm is compared with the first"),
+                    ("for name in others", "for name in arms", "you say {'a': []")],
+        "fair": [("lambda arms: arms", "one control, of gti"), ("in grounded.items()", "in arms.items()", "one control, of gti"),
+                 (', "equal_compute": True', "", "without equal_compute"), ('"grounding": False, ', "", "a control doesn't ground"),
+                 ("s | {\"grounding", "{\"grounding", "its other settings")],
+    },
+    "13b_stages": {
+        "stale": [("lambda before, after: []", "7 stages"), ("!=", "==", "stages are stale"),
+                  ("lambda before, after: [name for name, stage in Run(before).stages.items()"
+                   " if any(getattr(before, k) != getattr(after, k) for k in stage.reads)]", "all that use them")],
+        "usable": [("lambda run: [name for name in run.stages if run.is_done(name)]", "only data has all that it uses"),
+                   ("run.is_done(name) and ", "", "are done, and you say"),
+                   ("all(used in found", "any(used in found", "are done, and you say")],
+    },
+    "13c_pipeline": {
+        "shares": [(" / seconds.sum()", "", "shares add up to 1"), ('name.partition("-")[0]', "name", "the kinds are"),
+                   ('.partition("-")', '.rpartition("-")', "the kinds are"), (".sum() /", ".mean() /", "shares add up to 1")],
+        "other_versions": [("lambda a, b: {}", "torch was 2.9"), ("in a | b", "in a", "only in the second"),
+                           ("(a.get(name), b.get(name)) for", "(b.get(name), a.get(name)) for", "torch was 2.9"),
+                           (" if a.get(name) != b.get(name)", "", "the same record twice")],
+    },
     "13d_diagnosis": {
         "collapsed": [("lambda rows, base: geometry_report(rows)['mean_cosine'] > 0.99", "a healthy cloud far from the origin"),
                       ("lambda rows, base: geometry_report(rows)['effective_rank_centered'] < 5", "a thousandth of noise"),
@@ -197,8 +220,7 @@ WRONG = {
 }
 
 # Lessons whose exercises, where they have some, are written otherwise.
-OTHER_FORM = {"13a_config", "13b_stages", "13c_pipeline", "14_explore",
-              "14b_explorer", "14c_screen", "14d_app", "14e_check_env"}
+OTHER_FORM = {"14_explore", "14b_explorer", "14c_screen", "14d_app", "14e_check_env"}
 
 
 SHORTER = {"RQVAEConfig(steps=150)": "RQVAEConfig(steps=40)", "RQVAEConfig(steps=250)": "RQVAEConfig(steps=60)",

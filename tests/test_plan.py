@@ -90,14 +90,20 @@ def test_profiles_say_where_their_values_come_from():
         assert bare == [], name
 
 
-def test_slurm_script_takes_all_gpus_of_a_node(tmp_path):
+def test_slurm_script_takes_all_gpus_of_its_nodes(tmp_path):
     script = ROOT / "configs" / "slurm.sh"
     fake(tmp_path / ".venv" / "bin" / "gti", 'echo "$*"')
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "h100:4"}
     run = lambda *words, **more: subprocess.run([script, *words], env=os.environ | slurm | more, capture_output=True, text=True)
     done = run("my.yaml", "-p", "seed", "1")
     assert (done.returncode, done.stdout.strip()) == (0, "run my.yaml -p device cuda -p processes 4 -p seed 1"), done.stderr
-    assert "--nodes=1" in run("my.yaml", SLURM_NNODES="2").stderr
+    fake(tmp_path / "bin" / "scontrol", 'printf "%s\\n" gpu-07 gpu-08')
+    fake(tmp_path / "bin" / "srun", 'echo "$@"; while [ "$1" != bash ]; do shift; done; SLURM_NODEID=1 "$@"')
+    fake(tmp_path / ".venv" / "bin" / "gti", 'echo "$GTI_NODE_RANK of $GTI_NODES at $GTI_MAIN_ADDRESS:$GTI_MAIN_PORT: $*"')
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    step, done = run("my.yaml", SLURM_NNODES="2", SLURM_JOB_ID="1230042", SLURM_JOB_NODELIST="gpu-[07-08]", PATH=path).stdout.splitlines()
+    assert step.startswith("--ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c")
+    assert done == "1 of 2 at gpu-07:20042: run my.yaml -p device cuda -p processes 8"
     assert "Which configuration?" in run().stderr
 
 

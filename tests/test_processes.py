@@ -1,5 +1,6 @@
 """Several processes: the numbers of one; words and errors of the right one; and whatever ends, all of it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from conftest import ROOT
+from gti_nb import processes
 from gti_nb.core import UserError
-from gti_nb.processes import launch, launch_command
+from gti_nb.processes import Board, Node, follow, gather, launch, launch_command, this_node
 
 WORDS = dict(processes=2, device="cpu")
 
@@ -112,13 +114,13 @@ def gone(ids):
     return not any(alive(pid) for pid in ids)
 
 
-def in_thread(*args, **kwargs):
-    "Run `launch` in a thread; returns the thread and where its value or its error will be."
+def in_thread(*args, function=launch, **kwargs):
+    "Run `launch` in a thread, or another function; returns the thread and where its value or its error will be."
     found = {}
 
     def work():
         try:
-            found["value"] = launch(*args, **kwargs)
+            found["value"] = function(*args, **kwargs)
         except UserError as error:
             found["error"] = str(error)
 
@@ -178,18 +180,6 @@ def test_two_processes_equal_one(tmp_path, capsys):
     assert printed.count("train: 8 examples a step = 2 at a time x 2 x 2 processes") == 3  # and once in the last, refused one
     assert "set the batch size to 8 or 10" in found["complaints"][0]
     assert "found checkpoints of steps [6, 0]" in found["complaints"][1] and "a disk that all nodes share" in found["complaints"][1]
-
-
-def test_two_nodes():
-    "Two launches on this machine that take it for two."
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = [in_thread("gti_nb.processes:roll_call", nodes=2, node_rank=rank, main_port=port, **WORDS) for rank in range(2)]
-    for thread, _ in threads:
-        thread.join(120)
-    assert [line.partition(":")[0] for line in threads[0][1]["value"]] == ["process 0 of 2", "process 1 of 2"]
-    assert threads[1][1] == {"value": None}
 
 
 # --- failures ------------------------------------------------------------------------------------------------------------
@@ -266,4 +256,79 @@ def test_no_orphans(tmp_path, processes, blow):
     parent.send_signal(blow)
     _, said = parent.communicate(timeout=120)
     assert parent.returncode == -blow, said
+    wait_for(lambda: gone(ids), 60)
+
+
+# --- several nodes: this machine, taken for two -------------------------------------------------------------------------
+
+@pytest.fixture
+def pair():
+    "Node 0 and node 1."
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return [Node(rank, 2, "127.0.0.1", free.getsockname()[1]) for rank in range(2)]
+
+
+@pytest.mark.parametrize("words, complaint", [
+    ({"GTI_NODES": "two"}, "must be whole numbers"), ({"GTI_NODES": "2", "GTI_NODE_RANK": "2"}, "number the nodes from 0"),
+    ({"GTI_NODE_RANK": "1"}, "GTI_NODES is 1"), ({"GTI_NODES": "2"}, "GTI_MAIN_ADDRESS isn't set")], ids=lambda value: str(value))
+def test_a_wrong_environment_is_told(words, complaint, monkeypatch):
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=complaint):
+        this_node()
+
+
+@pytest.mark.parametrize("error", [None, UserError("the disk is full"), ZeroDivisionError("nothing to divide by"), KeyboardInterrupt()], ids=repr)
+def test_the_others_end_as_node_0_does(error, pair):
+    thread, found = in_thread(pair[1], function=follow)
+    with contextlib.suppress(type(error)), gather(pair[0]):
+        if error:
+            raise error
+    thread.join(30)
+    assert found == ({"error": f"the run has ended: {str(error) or 'it was interrupted'}"} if error else {"value": None})
+
+
+def test_nobody_waits_forever(pair, monkeypatch):
+    monkeypatch.setattr(processes, "MEETING", 0.3)
+    with pytest.raises(UserError, match="node 0 doesn't answer at 127.0.0.1:.* has it been started"):
+        follow(pair[1])
+    with pytest.raises(UserError, match="of 2 nodes, number 1 didn't come"), gather(pair[0]):
+        pass
+    monkeypatch.setattr(processes, "SILENCE", 0.3)
+    monkeypatch.setattr(Board, "end", lambda board, how: None)
+    board = Board(pair[0], keeps=True)
+    with pytest.raises(UserError, match="the board can't be at 127.0.0.1:.* GTI_MAIN_PORT to a free port"):
+        Board(pair[0], keeps=True)
+    other = Board(pair[1])
+    for _ in range(5):
+        assert not other.is_over() and not board.trouble()
+        time.sleep(0.1)
+    time.sleep(0.4)
+    assert board.trouble().startswith("node 1 has been silent for")
+
+
+def test_a_process_killed_on_another_node_is_named(pair, tmp_path):
+    thread, found = in_thread(pair[1], function=follow)
+    with pytest.raises(UserError) as error, gather(pair[0]):
+        Board(pair[0]).call("test_processes:fail_while_another_waits", {"folder": str(tmp_path), "how": "killed"}, **WORDS)
+    thread.join(120)
+    assert "node 1: process 1 of 2 was ended by SIGKILL: if nobody did that, memory ran out" in str(error.value)
+    assert found == {"error": f"the run has ended: {error.value}"}
+    assert gone(everyone(tmp_path))
+
+
+NODE_0 = "import sys; sys.path[:0] = [{tests!r}, {root!r}]; from gti_nb.processes import *; node = Node(0, 2, '127.0.0.1', {port})\n" \
+         "with gather(node): Board(node).call('test_processes:sleep', {{'folder': {folder!r}}}, 2, 'cpu')"
+
+
+def test_when_node_0_is_killed_the_others_end(pair, tmp_path):
+    thread, found = in_thread(pair[1], function=follow)
+    code = NODE_0.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path), port=pair[0].port)
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ids = everyone(tmp_path)
+    first.kill()
+    first.wait()
+    thread.join(60)
+    assert found["error"].startswith("node 0 has gone, without a word")
     wait_for(lambda: gone(ids), 60)
