@@ -15,7 +15,6 @@ import math
 import os
 import subprocess
 import sys
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
@@ -59,64 +58,72 @@ def _packed_code() -> list:
     return [code[start:start + PART] for start in range(0, len(code), PART)]
 
 # %% ../nbs/14d_app.ipynb #642099b0
-_UNPACK = """
-async function plotly(model) {  // plotly's widget as a module; a page needs it once
-  const parts = await Promise.all(model.get("_parts").map(id => model.widget_manager.get_model(id)));
-  const packed = new Blob(parts.map(part => part.get("code"))).stream();
-  const code = await new Response(packed.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+_ASK = """
+function ask(model, question, hear) {  // `hear` gets the answer, and the parts that came with it, the moment it is complete
+  return new Promise((done, failed) => {
+    const parts = [];
+    const listen = (answer, buffers) => {
+      if (answer.to !== question) return;
+      parts.push(...buffers);
+      if (answer.more) return;
+      model.off("msg:custom", listen);
+      try { done(hear(answer, parts)); } catch (error) { failed(error); }
+    };
+    model.on("msg:custom", listen);
+    model.send({question});
+  });
+}
+async function plotly(model) {  // plotly's widget as a module
+  const packed = await ask(model, "code", (answer, parts) => new Blob(parts));
+  const code = await new Response(packed.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   return import(URL.createObjectURL(new Blob([code], {type: "text/javascript"})));
 }
-const told = "_js2py_traceDeltas";  // what plotly adds to its traces: all cells, once more; Python has no use for it
-const quiet = model => new Proxy(model, {get(target, name) {
-  if (name === "set") return (key, ...value) => key === told ? undefined : target.set(key, ...value);
-  return typeof target[name] === "function" ? target[name].bind(target) : target[name];
-}});
+"""
+
+# %% ../nbs/14d_app.ipynb #59fecb84
+_SHOW = """
+const untold = ["_js2py_traceDeltas", "_js2py_widget_layoutDelta"];
 export default () => {
-  let widget;
-  async function begin(model) {
-    const made = (await (window.gtiPlotly ??= plotly(model))).default();
-    await new Promise(done => {  // from the answer on, plotly itself listens
-      model.on("msg:custom", () => { if (!widget) { widget = made; made.initialize({model: quiet(model)}); } done(); });
-      model.send({});
-    });
-  }
+  let widget, figure;
+  const dressed = model => new Proxy(model, {get(target, name) {
+    if (name === "get") return key => figure[key] ?? target.get(key);
+    if (name === "set") return (key, ...value) => untold.includes(key) ? undefined : target.set(key, ...value);
+    return typeof target[name] === "function" ? target[name].bind(target) : target[name];
+  }});
   return {
     async render(given) {
-      if (!widget) await begin(given.model);
-      return widget.render({...given, model: quiet(given.model)});
+      const made = (await (window.gtiPlotly ??= plotly(given.model))).default;
+      await ask(given.model, "figure", answer => {
+        figure = answer.figure;
+        if (!widget) { widget = made(); widget.initialize({model: dressed(given.model)}); }  // from now on plotly listens
+      });
+      return widget.render({...given, model: dressed(given.model)});
     },
   };
 };
 """
 
-# %% ../nbs/14d_app.ipynb #59fecb84
+# %% ../nbs/14d_app.ipynb #8dc63251
 @cache
 def _figure_class():
-    "plotly's `FigureWidget`, whose code comes in parts."
-    import anywidget
-    import traitlets
-
-    class Part(anywidget.AnyWidget):
-        _esm = "export default {}"
-        code = traitlets.Bytes().tag(sync=True)
-
+    "plotly's `FigureWidget`, whose code and state are sent when they are asked for."
     with _without_grammar():
         class Figure(go.FigureWidget):
-            _esm = _UNPACK
-            _parts = traitlets.List(traitlets.Unicode()).tag(sync=True)
+            _esm, seen = _ASK + _SHOW, None  # seen: an event, set when a browser has asked for the figure
 
             def __init__(self, *given, **more):
                 super().__init__(*given, **more)
-                self.on_msg(lambda *_: self._answer())
+                self.seen = asyncio.Event()
+                self.on_msg(lambda _, said, __: self._answer(said.get("question")))
 
-            @traitlets.default("_parts")
-            def _sent(self):
-                self._carriers = [Part(code=part) for part in _packed_code()]
-                return [part.model_id for part in self._carriers]
-
-            def _answer(self):
-                self._widget_layout, self._widget_data = deepcopy(self._layout_obj._props), deepcopy(self._data)
-                self.send({})
+            def _answer(self, question):
+                if question == "code":
+                    for more, part in zip(range(len(_packed_code()))[::-1], _packed_code()):
+                        self.send({"to": question, "more": more}, [part])
+                elif question == "figure":
+                    now = json.loads(self.to_json())
+                    self.send({"to": question, "figure": {"_widget_data": now["data"], "_widget_layout": now["layout"]}})
+                    self.seen.set()
 
     return Figure
 
@@ -129,7 +136,7 @@ class App:
     def __init__(self, run_dir):
         self.explorer = Explorer(run_dir)
         self.choice, self.past, self.drawing, self.tasks = first_choice(self.explorer), [], False, set()
-        self.waiting = "reading the base model…"
+        self.waiting, self.place = "reading the base model…", None
         self.fig = empty_figure(_figure_class())
         self.fig._config = self.fig._config | {"displaylogo": False, "doubleClick": "autosize", "doubleClickDelay": 500,
                                                "modeBarButtonsToRemove": ["resetScale2d", "select2d", "lasso2d", "toImage"]}
@@ -173,8 +180,13 @@ def _step(self: App, job) -> bool:
 @patch
 async def _go_on(self: App, job):
     "The rest of a drawing, with a pause after each step, until it ends or another begins."
+    if self.place:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.fig.seen.wait(), 5)
     while job is self.job and self._step(job):
         await asyncio.sleep(0.005)
+    if job is self.job:
+        self._leave()
 
 # %% ../nbs/14d_app.ipynb #7c44b12a
 @patch
@@ -205,7 +217,7 @@ def _warn(self: App, error):
 # %% ../nbs/14d_app.ipynb #8021bc82
 @patch
 def _controls(self: App):
-    "The menus, the slider with its play button, and the buttons."
+    "The menus and the buttons, and the slider with its play button."
     import ipywidgets as w
 
     timeline = [(moment_name(moment), moment) for moment in self.explorer.timeline]
@@ -216,20 +228,31 @@ def _controls(self: App):
     when = lambda side: w.Dropdown(options=[("as the slider", ""), *timeline], value=getattr(self.choice, side)[1] or "",
                                    layout=narrow, tooltip=f"moment of the {side} panels")
     self.arms, self.whens = {side: arm(side) for side in ("left", "right")}, {side: when(side) for side in ("left", "right")}
-    self.play = w.Play(min=0, max=len(timeline) - 1, value=len(timeline) - 1, interval=900, show_repeat=False)
-    self.slider = w.SelectionSlider(options=timeline, value=self.choice.moment, description="moment",
-                                    layout=w.Layout(width="520px"), style={"description_width": "56px"})
-    self.link = w.jslink((self.play, "value"), (self.slider, "index"))
+    self._player(timeline)
     small = dict(style={"description_width": "40px"}, layout=narrow)
-    self.level = w.Dropdown(options=["all", *letters], description="level", **small)
-    self.order = w.Dropdown(options=list(ORDERS), description="order", **small)
-    self.reduce = w.Dropdown(options=[("mean", "mean"), ("maximum", "max")], description="block", **small)
+    self.level = w.Dropdown(options=["all", *letters], description="level", tooltip="tokens of which level", **small)
+    self.order = w.Dropdown(options=list(ORDERS), description="order", tooltip="how tokens are ordered", **small)
+    self.reduce = w.Dropdown(options=[("mean", "mean"), ("maximum", "max")], description="block",
+                             tooltip="what a cell shows of its pairs of tokens", **small)
     button = lambda text, tip: w.Button(description=text, tooltip=tip, layout=w.Layout(width="auto"))
     self.back, self.whole = button("Back", "the window before"), button("Whole matrix", "leave the zoom")
     self.png = button("Save PNG", "the figure as a picture")
     self.page = button("Save HTML", "the figure as a page that needs no kernel")
     self.fresh = button("Refresh", "read the run again, if it is going on")
     self.status = w.HTML()
+
+# %% ../nbs/14d_app.ipynb #35a574fd
+@patch
+def _player(self: App, timeline):
+    "The slider over the `timeline`, (name, moment) pairs, and the button that plays it."
+    import ipywidgets as w
+
+    self.play = w.Play(min=0, max=len(timeline) - 1, value=len(timeline) - 1, interval=900, show_repeat=False,
+                       tooltip="play the path from moment to moment")
+    self.slider = w.SelectionSlider(options=timeline, value=self.choice.moment, description="moment",
+                                    layout=w.Layout(width="520px"), style={"description_width": "56px"},
+                                    tooltip="moment of the panels that follow it")
+    self.link = w.jslink((self.play, "value"), (self.slider, "index"))
 
 # %% ../nbs/14d_app.ipynb #030c7e53
 _LIT = "Its tokens light up in the heatmaps and on the maps."
@@ -244,7 +267,7 @@ def _pane(self: App):
     self.names = w.Text(placeholder="such as a_3 b_12, then Enter", description="tokens", continuous_update=False, **full)
     self.details = w.HTML("Click a cell of a heatmap or a point of a map, or name one or two tokens here.")
     self.words = w.Text(placeholder="words of a title", description="item", **full)
-    self.hits = w.Select(options=[], rows=8, layout=w.Layout(width="auto"))
+    self.hits = w.Select(options=[], rows=8, tooltip="items whose titles have the words", layout=w.Layout(width="auto"))
     self.found = w.HTML(_LIT)
     self.title = w.Text(placeholder="a title", description="title", **full)
     self.description = w.Textarea(placeholder="a description", description="description", rows=3, **full)
@@ -532,16 +555,25 @@ _HIDE = ("<style>.jp-OutputArea:has(.gti-live) .jp-OutputArea-child:has(.jp-Rend
          ".jp-OutputArea:has(.jp-RenderedPlotly):not(:has(.gti-live)) .jp-OutputArea-child:has(.jupyter-widgets) "
          "{display: none}</style>")
 
-
+# %% ../nbs/14d_app.ipynb #b889c6c9
 @patch
 def _ipython_display_(self: App):
-    "Show the widget and, for readers without a kernel, the figure as it is now."
+    "Show the widget and, for readers without a kernel, later the figure."
     from IPython.display import display
 
     display({"text/html": _HIDE, "text/plain": "[the explorer]"}, raw=True)
     display(self.box)
-    still = {"application/vnd.plotly.v1+json": json.loads(go.Figure(self.fig.to_dict()).to_json()), "text/plain": "[figure]"}
-    display(still, raw=True)
+    self.place = display({"text/html": "", "text/plain": "[figure]"}, raw=True, display_id=True)
+    if not self.tasks:  # all is drawn
+        self._leave()
+
+
+@patch
+def _leave(self: App):
+    "Put the figure as it is now into its place in the output, once."
+    place, self.place = self.place, None
+    if place:
+        place.update({"application/vnd.plotly.v1+json": json.loads(self.fig.to_json()), "text/plain": "[figure]"}, raw=True)
 
 
 def explore(run_dir) -> App:

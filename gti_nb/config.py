@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from .core import UserError, pick_device, resolve_source
+from .core import UserError, pick_device, resolve_source, steps_of
 from .data import leave_one_out, load_dataset
 
 # %% ../nbs/13a_config.ipynb #91ea69df
@@ -53,9 +53,7 @@ class _SemanticIds(_Input):
 
 # %% ../nbs/13a_config.ipynb #56387045
 def _length(value):
-    "A training's length, if `training.steps_of` can take it: steps as a number, epochs as text."
-    from gti_nb.training import steps_of
-
+    "A training's length, if `steps_of` can take it: steps as a number, epochs as text."
     try:
         steps = steps_of(value, 1, 1)
     except UserError as error:

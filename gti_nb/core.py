@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIMILARITY_SCALE', 'COLORS', 'UserError', 'atomic_path', 'write_json', 'read_json', 'content_hash', 'packaged_file',
-           'resolve_source', 'cache_dir', 'pick_device', 'seed_everything', 'Progress', 'style', 'show']
+           'resolve_source', 'cache_dir', 'pick_device', 'seed_everything', 'steps_of', 'Progress', 'style', 'show']
 
 # %% ../nbs/core.ipynb #453d226a
 import base64
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -172,6 +173,17 @@ def seed_everything(seed: int):
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
+# %% ../nbs/core.ipynb #5eed0001
+def steps_of(length, n_examples: int, batch_size: int) -> int:
+    """How many steps a training of `length` has: a number of steps, or epochs as text, such as "10 epochs" or "0.5 epochs".
+
+    Raises `UserError` if `length` is neither."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|steps?|epochs?)\s*", str(length))
+    epochs = found and found[2].startswith("epoch")
+    if not found or not float(found[1]) or not (epochs or found[1].isdigit()):
+        raise UserError(f"a training can't take {length!r}: give steps, such as 800, or epochs, such as '10 epochs'")
+    return math.ceil(float(found[1]) * n_examples / batch_size) if epochs else int(found[1])
+
 # %% ../nbs/core.ipynb #d1bee0d3
 class Progress:
     """Progress of a long piece of work: `with Progress("train", 100) as p: p.update(loss=1.2)`.
@@ -273,7 +285,8 @@ def _png(fig):
             warnings.simplefilter("ignore")
             drawn = Image.open(io.BytesIO(fig.to_image(format="png", scale=1)))
         small = io.BytesIO()
-        drawn.convert("RGB").quantize(128).save(small, "png", optimize=True)
+        few = drawn.convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE, kmeans=2)  # rare colours count, too
+        few.save(small, "png", optimize=True)
         return small.getvalue()
     except Exception:  # no kaleido, Pillow or browser: the interactive figure is still shown
         return None

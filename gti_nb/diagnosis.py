@@ -27,8 +27,9 @@ class NewTokens:
             raise UserError(f"nothing to look at yet: stage {missing[0]} of {run.path} isn't finished")
         self.run, self.sids = run, run.sids()
         self.names, self.level_of = self.sids.token_names, np.repeat(np.arange(self.sids.levels), self.sids.codebook_size)
-        titles = run.dataset().items.set_index("item_id").title
-        self.titles = titles.reindex(self.sids.item_ids).fillna("").tolist()
+        items = pd.read_csv(run.folder("data") / "dataset" / "items.csv", usecols=["item_id", "title"], dtype=str,
+                            keep_default_na=False)  # and not the interactions, which may be millions
+        self.titles = items.set_index("item_id").title.reindex(self.sids.item_ids).fillna("").tolist()
 
     def number_of(self, token) -> int:
         "The number of a token given by name, with or without its brackets, or by number. Raises `UserError` if there is none."
@@ -43,7 +44,14 @@ class NewTokens:
     def items_with(self, number: int) -> np.ndarray:
         "The items (rows of `sids.codes`) whose semantic ID has the token."
         level, code = divmod(number, self.sids.codebook_size)
-        return np.flatnonzero(self.sids.codes[:, level] == code)
+
+        def sort():  # once a level: a map asks for a thousand tokens
+            codes = self.sids.codes[:, level]
+            order = np.argsort(codes, kind="stable")
+            return order, np.searchsorted(codes[order], np.arange(self.sids.codebook_size + 1))
+
+        order, starts = self.run.once(f"items by code, level {level}", sort)
+        return order[starts[code]:starts[code + 1]]
 
 # %% ../nbs/13d_diagnosis.ipynb #7a01009d
 @patch
@@ -60,10 +68,11 @@ def base(self: NewTokens) -> tuple:
 def codebooks(self: NewTokens) -> np.ndarray:
     "The RQ-VAE's code vectors in token order, float32 [L * K, code_dim]; read once. An extra level for collisions has none."
     def read():
-        from gti_nb.rqvae import RQVAE
+        from safetensors import safe_open
 
         self.run.metrics("rqvae")  # refuses a stage that isn't finished
-        found = RQVAE.load(self.run.folder("rqvae") / "rqvae.safetensors").codebooks.detach().cpu().numpy()
+        with safe_open(self.run.folder("rqvae") / "rqvae.safetensors", "np") as file:  # without torch, whose import takes seconds
+            found = file.get_tensor("quantizer.codebooks")
         return found.reshape(-1, found.shape[-1])
 
     return self.run.once("codebooks", read)

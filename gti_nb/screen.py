@@ -55,7 +55,9 @@ def first_choice(explorer: Explorer) -> Choice:
 # %% ../nbs/14c_screen.ipynb #9b8a2f91
 WIDTH, HEIGHT = 840, 940
 _MARGIN = dict(l=60, r=20, t=20, b=50)  # what `style` leaves
-_TOP, _RIGHT = 62, 64  # for the caption and titles, and for the colour bar
+_TOP, _RIGHT, _MAP = 62, 64, 212  # for the caption and titles; for the colour bar; the height of a map
+_HALF = (WIDTH - _MARGIN["l"] - _MARGIN["r"] - _RIGHT - 36) / 2  # the width of a panel of two
+_RATIO = _HALF / _MAP  # of a map; as far across as up must look as far
 
 
 def _domains(first: float, last: float, pixels: int) -> list:
@@ -65,9 +67,9 @@ def _domains(first: float, last: float, pixels: int) -> list:
 def _grid() -> dict:
     "The seven panels as (x domain, y domain), by the number of their axes: heatmaps 1, 2; maps 3, 4; lines 5, 6, 7."
     wide, high = WIDTH - _MARGIN["l"] - _MARGIN["r"], HEIGHT - _MARGIN["t"] - _MARGIN["b"]
-    half, third, y = (wide - _RIGHT - 36) / 2, (wide - _RIGHT - 2 * 62) / 3, {}
-    second, last = _TOP + half + 66, _TOP + half + 66 + 212 + 68
-    for row, (top, height) in enumerate(((_TOP, half), (second, 212), (last, high - last))):
+    half, third, y = _HALF, (wide - _RIGHT - 2 * 62) / 3, {}
+    second, last = _TOP + half + 66, _TOP + half + 66 + _MAP + 68
+    for row, (top, height) in enumerate(((_TOP, half), (second, _MAP), (last, high - last))):
         y[row] = _domains(high - top - height, high - top, high)
     x = [_domains(k * (half + 36), k * (half + 36) + half, wide) for k in (0, 1)]
     x3 = [_domains(k * (third + 62), k * (third + 62) + third, wide) for k in (0, 1, 2)]
@@ -95,16 +97,16 @@ def _axes(fig):
         xaxis_type="category", xaxis2_type="category", yaxis_type="category",
         yaxis2=dict(type="category", showticklabels=False), xaxis3=bound, yaxis3=bound,
         xaxis4=dict(matches="x3", **bound), yaxis4=dict(matches="y3", **bound))
-    for panel, title in ((5, "number of the value"), (6, "moment"), (7, "moment")):
-        fig.layout[f"yaxis{panel}"].update(fixedrange=True, tickfont_size=10)
-        fig.layout[f"xaxis{panel}"].update(fixedrange=True, tickfont_size=10,
+    for panel, title in ((5, "number of the value"), (6, "moment"), (7, "moment")):  # no numbers where there's no line yet
+        fig.layout[f"yaxis{panel}"].update(fixedrange=True, tickfont_size=10, showticklabels=False)
+        fig.layout[f"xaxis{panel}"].update(fixedrange=True, tickfont_size=10, showticklabels=False,
                                            title=dict(text=title, font_size=11, standoff=6))
     fig.update_layout(yaxis5=dict(type="log", exponentformat="power", dtick=1), yaxis6_rangemode="tozero")
 
 # %% ../nbs/14c_screen.ipynb #97ec653c
 def empty_figure(figure=go.Figure):
     "The grid with all its traces and no data, as a `figure` (a class of plotly's)."
-    fig = figure()
+    fig = go.Figure()
     for side in (0, 1):
         x, y = _name("x", 1 + side), _name("y", 1 + side)
         fig.add_heatmap(coloraxis="coloraxis", xaxis=x, yaxis=y, hoverongaps=False,
@@ -120,11 +122,11 @@ def empty_figure(figure=go.Figure):
             fig.add_scatter(xaxis=f"x{panel}", yaxis=f"y{panel}", mode="lines+markers", hovertemplate=hover)
     style(fig, width=WIDTH, height=HEIGHT).update_layout(showlegend=False, hoverlabel_align="left", dragmode="zoom")
     (_, right), (bottom, top) = _grid()[2]
-    bar = dict(title=dict(text="cosine", side="right"), thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], ypad=0,
-               x=right + 0.015, xanchor="left", y=top, yanchor="top", len=top - bottom)
+    bar = dict(thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], ypad=0, x=right + 0.015, xanchor="left", y=top, yanchor="top",
+               len=top - bottom)
     fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1, colorbar=bar))
     _axes(fig)
-    return fig
+    return figure(fig)  # made of it at once: a widget sends a message for every change
 
 # %% ../nbs/14c_screen.ipynb #7d4fe183
 def _short(title: str, most: int = 30) -> str:
@@ -157,11 +159,11 @@ def unpacked(spec) -> np.ndarray:
     return np.frombuffer(base64.b64decode(spec["bdata"]), np.float32).reshape([int(n) for n in spec["shape"].split(",")])
 
 # %% ../nbs/14c_screen.ipynb #62ff1513
-def _ticks(explorer: Explorer, blocks) -> dict:
-    "Axis ticks: every name if they are few, some if one level is shown, else the letter of each level."
+def _ticks(explorer: Explorer, blocks, most: int) -> dict:
+    "Axis ticks: every name if they are at most `most`, some if one level is shown, else the letter of each level."
     levels = explorer.level_of[[block[0] for block in blocks]]
     names = [html.escape(explorer.names[block[0]]) for block in blocks]
-    if len(blocks) <= 12:
+    if len(blocks) <= most:
         return dict(tickvals=[*range(len(blocks))], ticktext=names)
     if levels[0] == levels[-1]:
         at = spread(np.arange(len(blocks)), 5)
@@ -173,6 +175,8 @@ def _ticks(explorer: Explorer, blocks) -> dict:
 
 def _places(blocks, numbers) -> list:
     "For each of `numbers` (tokens) the place of its block, where it has one."
+    if not numbers:
+        return []
     of = {int(token): place for place, block in enumerate(blocks) for token in block}
     return [of[number] for number in numbers if number in of]
 
@@ -213,22 +217,26 @@ def _caption(explorer: Explorer, choice: Choice, view, done: float) -> str:
     return f"{what}, {levels}, by {choice.order}; {cell}{wait}"
 
 # %% ../nbs/14c_screen.ipynb #681fb6dc
+_LINES = (("dash", "╍╍"), ("solid", "━━"))  # of a side: plotly's name and what it looks like
+
+
 def _titles(explorer: Explorer, choice: Choice, caption: str) -> list:
     "The titles of all panels and the caption, as annotations."
     words = {5: "spectrum: share of the sum", 6: "effective rank", 7: "RSA with codebooks, centred"}
     letters = [choice.level] if choice.level != "all" else LEVEL_NAMES[:explorer.sids.levels]
     looks = [(letter, LEVEL_NAMES.index(letter) % 5) for letter in letters]
     colored = " ".join(f"<span style='color:{COLORS[k]}'>{_SYMBOLS[k][1]}<b>{letter}</b></span>" for letter, k in looks)
-    for panel, (arm, moment), color in zip((1, 2), choice.panels, _colors(explorer, choice)):
+    for panel, (arm, moment), color, (_, line) in zip((1, 2), choice.panels, _colors(explorer, choice), _LINES):
         stands = explorer.moment_at(arm, moment)
         still = "" if stands == moment else " (stands still)"
-        words[panel] = f"<span style='color:{color}'>■</span> <b>{html.escape(arm)}</b>, {moment_name(stands)}{still}"
+        words[panel] = f"<span style='color:{color}'>{line}</span> <b>{html.escape(arm)}</b>, {moment_name(stands)}{still}"
         words[panel + 2] = f"map of {html.escape(arm)}; {'level' if len(letters) == 1 else 'levels'} {colored}"
     places = [dict(x=_grid()[panel][0][0], y=_grid()[panel][1][1], yshift=5, text=text, font_size=13 if panel < 3 else 12)
               for panel, text in sorted(words.items())]
     top = dict(x=0, y=1, yshift=-20, text=caption, font=dict(size=12, color="#555"))
+    bar = dict(x=_grid()[2][0][1] + 0.015, y=_grid()[2][1][1], yshift=5, text="cosine", font_size=12)
     look = dict(xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False)
-    return [look | place for place in (top, *places)]
+    return [look | place for place in (top, *places, bar)]
 
 # %% ../nbs/14c_screen.ipynb #63c2fdee
 def _colors(explorer: Explorer, choice: Choice) -> list:
@@ -273,10 +281,10 @@ def _draw_axes(explorer, fig, choice, view):
     rows, columns = labels(explorer, view.rows), labels(explorer, view.columns)
     for trace, side in zip(HEATMAPS, ("", "2")):
         fig.data[trace].update(x=columns, y=rows)
-        for axis, names, ends, blocks in (("x", columns, [-0.5, len(columns) - 0.5], view.columns),
-                                          ("y", rows, [len(rows) - 0.5, -0.5], view.rows)):
+        for axis, names, ends, blocks, most in (("x", columns, [-0.5, len(columns) - 0.5], view.columns, 8),  # side by side
+                                                ("y", rows, [len(rows) - 0.5, -0.5], view.rows, 12)):
             fig.layout[f"{axis}axis{side}"].update(  # without the array, plotly keeps the places of an earlier window
-                categoryorder="array", categoryarray=names, range=ends, autorange=False, **_ticks(explorer, blocks))
+                categoryorder="array", categoryarray=names, range=ends, autorange=False, **_ticks(explorer, blocks, most))
     fig.layout.shapes = _marks(explorer, view, choice)
 
 # %% ../nbs/14c_screen.ipynb #5179ca2e
@@ -285,22 +293,34 @@ def mapped(order, choice: Choice) -> np.ndarray:
     more = [number for number in (*choice.lit, *(choice.pair or ())) if number in set(order.tokens.tolist())]
     return np.unique(np.concatenate([spread(order.tokens, 1024), np.array(more, dtype=int)]))
 
+# %% ../nbs/14c_screen.ipynb #4f3290c2
+def _apart(names: list, at, close) -> list:
+    "A label for each named point `at` [n, 2]: of points nearer than `close` across and up, the first has all names."
+    found, heads = [""] * len(names), []
+    for k, name in enumerate(names):
+        head = next((head for head in heads if (np.abs(at[k] - at[head]) < close).all()), k)
+        heads += [k] * (head == k)
+        found[head] += " " * (head != k) + name
+    return found
+
 # %% ../nbs/14c_screen.ipynb #b6cc1a48
 def _draw_maps(explorer, fig, choice, order):
     "Where the tokens lie, on one plane and one scale for both arms and the whole path."
     arms = [arm for arm, _ in choice.panels]
     numbers, plane = mapped(order, choice), explorer.plane(arms, choice.level)
     marked = [number for number in dict.fromkeys((*choice.lit, *(choice.pair or ()))) if number in set(numbers.tolist())]
-    reach, hover, levels = [0.02], labels(explorer, numbers[:, None]), explorer.level_of[numbers] % 5
+    hover, levels, reach, rings = labels(explorer, numbers[:, None]), explorer.level_of[numbers] % 5, np.full(2, 0.02), []
     for side, (arm, moment) in enumerate(choice.panels):
-        at = explorer.positions(arm, moment, numbers, plane)
-        reach += [np.abs(at).max(), np.abs(explorer.positions(arm, explorer.timeline[-1], numbers, plane)).max()]
+        at, last = (explorer.positions(arm, when, numbers, plane) for when in (moment, explorer.timeline[-1]))
+        reach = np.max([reach, *np.abs(at), *np.abs(last)], axis=0)
         fig.data[MAPS[side]].update(x=at[:, 0], y=at[:, 1], text=hover)
         fig.data[MAPS[side]].marker.update(color=levels, symbol=[_SYMBOLS[level][0] for level in levels])
-        at = at[np.searchsorted(numbers, marked)]
-        fig.data[LIT[side]].update(x=at[:, 0], y=at[:, 1], text=[html.escape(explorer.names[number]) for number in marked])
-    for axis in ("xaxis3", "yaxis3"):
-        fig.layout[axis].range = [-1.12 * max(reach), 1.12 * max(reach)]
+        rings.append(at[np.searchsorted(numbers, marked)])
+    wide = 1.12 * max(reach[0], _RATIO * reach[1])
+    fig.layout.xaxis3.range, fig.layout.yaxis3.range = [-wide, wide], [-wide / _RATIO, wide / _RATIO]
+    names = [html.escape(explorer.names[number]) for number in marked]
+    for trace, at in zip(LIT, rings):
+        fig.data[trace].update(x=at[:, 0], y=at[:, 1], text=_apart(names, at, wide * np.array([0.2, 0.1])))
 
 # %% ../nbs/14c_screen.ipynb #46ac7fec
 def _draw_spectra(explorer, fig, choice):
@@ -312,10 +332,11 @@ def _draw_spectra(explorer, fig, choice):
         shares.append(values[values > 0] / max(values.sum(), 1e-300))
     lowest = max(1e-6, min(min(share, default=1) for share in shares))
     with fig.batch_update():
-        for trace, share, color in zip(SPECTRA, shares, _colors(explorer, choice)):
+        for trace, share, color, (dash, _) in zip(SPECTRA, shares, _colors(explorer, choice), _LINES):
             fig.data[trace].update(x=np.arange(1, len(share) + 1, dtype=np.int32), y=share.astype(np.float32),
-                                   mode="lines" if len(share) > 1 else "markers", line=dict(color=color, width=1.8))
+                                   mode="lines" if len(share) > 1 else "markers", line=dict(color=color, width=1.8, dash=dash))
         fig.layout.yaxis5.range = [math.log10(lowest) - 0.2, 0.15]
+        fig.update_layout(xaxis5_showticklabels=True, yaxis5_showticklabels=True)
     yield
 
 
@@ -338,10 +359,11 @@ def _draw_paths(explorer, fig, choice):
             sizes = [9 if moment == now else 4 for moment in explorer.timeline]
             for trace, found in ((RANKS[side], ranks[side]), (RSAS[side], rsas[side])):
                 numbers = [round(found[moment], 4) if np.isfinite(found[moment]) else None for moment in explorer.timeline]
-                look = dict(line=dict(color=color, width=1.8), marker=dict(size=sizes, color=color))
-                fig.data[trace].update(x=names, y=numbers, **look)
-        for axis in ("xaxis6", "xaxis7"):
-            fig.layout[axis].update(type="category", categoryorder="array", categoryarray=names)
+                line = dict(color=color, width=1.8, dash=_LINES[side][0])
+                fig.data[trace].update(x=names, y=numbers, line=line, marker=dict(size=sizes, color=color))
+        for panel in (6, 7):
+            fig.layout[f"xaxis{panel}"].update(type="category", categoryorder="array", categoryarray=names, showticklabels=True)
+            fig.layout[f"yaxis{panel}"].showticklabels = True
     yield
 
 # %% ../nbs/14c_screen.ipynb #1c43db8a

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from fastcore.basics import patch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from .core import COLORS, UserError, atomic_path, content_hash, pick_device, read_json, write_json
-from .quantizer import kmeans, nearest, sinkhorn, squared_distances
-from .rqvae import quality_report
 
 # %% ../nbs/03_semantic_ids.ipynb #3ae98b5d
 LEVEL_NAMES = "abcdefghijklmnopqrstuvwxyz"
@@ -177,6 +174,10 @@ def _proposals(distances, epsilon: float) -> np.ndarray:
 
     Sinkhorn fills every place. Where there are fewer items than places, rows that are as far from everything stand for
     the places to be left empty. An item's n nearest places suffice: the other items can't take all of them."""
+    import torch
+
+    from gti_nb.quantizer import sinkhorn
+
     items, places = distances.shape
     wanted = np.arange(places)
     if items < places:
@@ -260,6 +261,8 @@ def _counter(codes, codebook_size: int) -> np.ndarray:
 # %% ../nbs/03_semantic_ids.ipynb #f00cb466
 def _report(raw, new, codebook_size: int, moved, distances, reconstruction) -> pd.DataFrame:
     "`Resolution.report`: before and after. `distances` [2, m], of the `moved` rows to their old and their new code."
+    from gti_nb.rqvae import quality_report
+
     columns = {}
     for name, codes, distance in zip(("before", "after"), (raw, new), distances):
         quality = quality_report(codes, codebook_size)
@@ -342,6 +345,7 @@ def _add_group_sizes(fig, before, after, column: int):
 def quality_figure(before, after, codebook_size: int):
     """A plotly figure of two sets of codes (int [n, L] each): for every level how many items have each code, most
     frequent first, and how many groups of items share all their codes, by the size of the group."""
+    from gti_nb.rqvae import quality_report
     from plotly.subplots import make_subplots
 
     quality, panels = quality_report(after, codebook_size), np.shape(after)[1] + 1
@@ -380,6 +384,8 @@ def permuted(self: SemanticIds, seed: int = 0) -> SemanticIds:
 def _win_rates(near, everyone, levels: int):
     """For each row: how often a value of `near` [b, k] beats one of the rest, float64 [b]. `everyone` [b, n] has both,
     and `levels` for the item itself."""
+    import torch
+
     count = lambda values: torch.stack([(values == level).sum(1) for level in range(levels + 1)], 1).double()
     rest = count(everyone) - count(near)
     rest[:, -1] -= 1  # the item itself
@@ -394,6 +400,8 @@ def neighbour_auc(vectors, codes, k: int = 10, sample: int | None = None, seed: 
 
     Exact, over all pairs, some rows at a time; for large catalogues, `sample` judges the neighbours of so many random
     items. Raises `UserError` if there are not more than `k` + 1 items."""
+    import torch
+
     codes, items = np.asarray(codes), len(codes)
     if items < k + 2:
         raise UserError(f"k is {k}, but there are only {items} items: an item's neighbours are compared with the others")
@@ -413,6 +421,10 @@ def residual_kmeans(vectors, levels: int, codebook_size: int, seed: int = 0, dev
     """Quantize `vectors` (float32 [n, d]) without a network: k-means, then k-means on what is left, level by level (as
     OpenOneRec does). Returns codes int64 [n, L] and codebooks float32 [L, K, d]. Centres come from at most 256 K random
     rows."""
+    import torch
+
+    from gti_nb.quantizer import kmeans, nearest
+
     generator = torch.Generator().manual_seed(seed)
     left = torch.as_tensor(np.asarray(vectors, dtype=np.float32)).to(pick_device(str(device)))
     sample = torch.randperm(len(left), generator=generator)[: 256 * codebook_size].sort().values.to(left.device)
@@ -427,6 +439,10 @@ def residual_kmeans(vectors, levels: int, codebook_size: int, seed: int = 0, dev
 def last_distances(vectors, codebooks) -> np.ndarray:
     """Squared distances float32 [n, K] of what the levels before the last leave of `vectors` (float32 [n, d]) to the
     codes of the last of `codebooks` (float32 [L, K, d]): for `resolve`, what `RQVAE.distances` is for an RQ-VAE."""
+    import torch
+
+    from gti_nb.quantizer import nearest, squared_distances
+
     left, codebooks = (torch.as_tensor(np.asarray(a, dtype=np.float32)) for a in (vectors, codebooks))
     for codebook in codebooks[:-1]:
         left = left - codebook[nearest(left, codebook)[0]]
@@ -503,6 +519,8 @@ class Trie:
     Raises `UserError` for a wrong shape, no codes at all, or a code out of range."""
 
     def __init__(self, unique_codes, codebook_size: int | None = None):
+        import torch
+
         codes = np.asarray(unique_codes, dtype=np.int64)
         if codes.ndim != 2 or not codes.size:
             raise UserError(f"a trie needs at least one SID: got codes of shape {codes.shape}")
@@ -545,6 +563,8 @@ def step(self: Trie, lo, hi, level: int):
     `lo`, `hi` int64 [B]: intervals of prefixes of length `level` (0..L-1); lo == hi marks a dead beam, which
     allows nothing. Returns allowed bool [B, K] and the children's intervals lo, hi int64 [B, K], both 0 where
     not allowed."""
+    import torch
+
     first, first_child, child_row, code = self._on(lo.device)[level]
     prefix = torch.searchsorted(first, lo.clamp(max=len(self) - 1), right=True) - 1
     begin = first_child[prefix]
@@ -560,6 +580,8 @@ def step(self: Trie, lo, hi, level: int):
 @patch
 def children(self: Trie, lo: int, hi: int, level: int):
     "The next codes of one interval and their intervals: three int64 arrays (codes, los, his)."
+    import torch
+
     allowed, los, his = self.step(torch.tensor([lo]), torch.tensor([hi]), level)
     codes = allowed[0].nonzero()[:, 0]
     return codes.numpy(), los[0, codes].numpy(), his[0, codes].numpy()

@@ -5,6 +5,8 @@ import atexit
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -12,10 +14,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import comm
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from ipywidgets.widgets import widget
 
 from gti_nb.app import App, explore
 from gti_nb.core import UserError, read_json, write_json
@@ -234,7 +238,8 @@ def test_a_search_lights_up_the_tokens_of_the_first_hit(app, run):
     title = app.explorer.titles[3]
     app.words.value = title.lower()
     assert app.hits.value == 3 and app.choice.lit == tuple(app.explorer.tokens_of(3))
-    assert list(app.fig.data[5].text) == [name.replace("<", "&lt;").replace(">", "&gt;") for name in run.sids().tokens(run.sids().item_ids[3])]
+    names = [name.replace("<", "&lt;").replace(">", "&gt;") for name in run.sids().tokens(run.sids().item_ids[3])]
+    assert sorted(" ".join(app.fig.data[5].text).split()) == sorted(names)  # those on one point share a label
     assert sum(shape.line.dash == "dot" for shape in app.fig.layout.shapes) == 4 * 3
     app.words.value = "no such title"
     assert app.choice.lit == () and app.found.value == "No title has these words."
@@ -267,8 +272,6 @@ def asked_by_hand(run, moment, question):
 
 
 def test_many_moves_make_no_new_widgets(app):
-    from ipywidgets.widgets import widget
-
     async def play():  # as in a kernel, where a move leaves the rest of the drawing before it undone
         for k in range(200):
             app.slider.value = app.explorer.timeline[k % len(app.explorer.timeline)]
@@ -280,15 +283,22 @@ def test_many_moves_make_no_new_widgets(app):
     assert len(widget._instances) == before and len(app.fig.data) == 12
 
 
-def test_the_browser_gets_plotly_in_parts_and_the_figure_when_it_asks(app):
+def test_the_browser_gets_plotly_in_parts_and_the_figure_when_it_asks(app, monkeypatch):
     import plotly
 
-    whole = gzip.decompress(b"".join(part.code for part in app.fig._carriers))
+    said = []
+    monkeypatch.setattr(type(app.fig), "send", lambda self, content, buffers=(): said.append((content, buffers)))
+    app.fig._handle_custom_msg({"question": "code"}, [])
+    assert [answer for answer, _ in said] == [{"to": "code", "more": 1}, {"to": "code", "more": 0}]
+    whole = gzip.decompress(b"".join(part for _, (part,) in said))
     assert whole == (Path(plotly.__file__).parent / "package_data" / "widgetbundle.js").read_bytes()
-    assert len(app.fig.get_state()["_esm"]) < 2000
+    assert len(app.fig.get_state()["_esm"]) < 3000
     app.slider.value = "ground"
-    app.fig._answer()
-    assert np.array_equal(unpacked(app.fig.get_state()["_widget_data"][1]["z"]), cells(app, 1))
+    app.fig._handle_custom_msg({"question": "figure"}, [])
+    now = said[-1][0]["figure"]
+    assert said[-1][0]["to"] == "figure" and len(now["_widget_data"]) == 12
+    assert np.array_equal(unpacked(now["_widget_data"][1]["z"]), cells(app, 1))
+    assert [a["text"] for a in now["_widget_layout"]["annotations"]][:3] == titles(app)
 
 
 def test_saving_writes_a_page_that_needs_nothing(app):
@@ -309,16 +319,42 @@ def test_without_a_browser_saving_a_picture_says_so(app, monkeypatch):
     assert "save as HTML" in app.status.value
 
 
+class Place:
+    "What `display` returns, with what was put there."
+
+    def update(self, bundle, raw):
+        self.now = bundle
+
+
 def test_what_a_cell_leaves_is_a_figure(app, monkeypatch):
     import IPython.display
 
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", lambda what, **_: shown.append(what))
+    shown, place = [], Place()
+    monkeypatch.setattr(IPython.display, "display", lambda what, **_: shown.append(what) or place)
     app._ipython_display_()
-    style, box, still = shown
+    style, box, _ = shown
     assert "gti-live" in style["text/html"] and "gti-live" in box._dom_classes
-    kept = still["application/vnd.plotly.v1+json"]
+    kept = place.now["application/vnd.plotly.v1+json"]
     assert len(kept["data"]) == 12 and len(json.dumps(kept)) < 500_000
+
+
+def test_a_figure_is_left_when_it_is_complete_and_the_browser_has_it(run, monkeypatch):
+    import IPython.display
+
+    async def shown():
+        app, place = explore(run.path), Place()
+        monkeypatch.setattr(IPython.display, "display", lambda what, **_: place)
+        app._ipython_display_()
+        await asyncio.sleep(0.1)
+        waits = app.fig.data[9].y is None and not hasattr(place, "now")
+        app.fig._handle_custom_msg({"question": "figure"}, [])
+        while app.tasks:
+            await asyncio.sleep(0.01)
+        return waits, place.now["application/vnd.plotly.v1+json"]["data"]
+
+    waits, kept = asyncio.run(shown())
+    assert waits and all(trace.get("x") is not None or trace["type"] == "heatmap" for trace in kept)
+    assert kept[9]["y"]
 
 
 def test_a_newer_choice_stops_an_older_drawing(app):
@@ -401,8 +437,6 @@ def large(tmp_path_factory):
 @pytest.fixture
 def sent(monkeypatch):
     "The bytes of every message that a widget sends, the one that opens it included."
-    import comm
-
     class Counted(comm.DummyComm):
         def publish_msg(self, msg_type, data=None, metadata=None, buffers=None, **keys):
             sizes.append(len(json.dumps(data)) + sum(memoryview(part).nbytes for part in buffers or []))
@@ -420,12 +454,15 @@ def cpu(work) -> float:
 
 
 def test_a_large_run_is_fast_and_small(large, sent, monkeypatch):
-    later = []
+    later, made, others = [], [], {*widget._instances}
     monkeypatch.setattr(App, "_later", lambda self, work: later.append(work))  # what waits until the first view is there
-    made = []
-    assert cpu(lambda: made.append(App(large))) < 3
+    assert cpu(lambda: made.append(App(large))) < 2
     shown, = made
+    for question in ("code", "figure"):
+        shown.fig._handle_custom_msg({"question": question}, [])
     assert max(sent) < 1_500_000 < sum(sent)  # plotly's own code, in parts
+    monkeypatch.setattr(widget, "_instances", {name: one for name, one in widget._instances.items() if name not in others})
+    assert loaded_anew(sent) < 200_000
     assert cells(shown, 1).shape[0] <= SIDE + 3 and "3,025" not in titles(shown)[0]
     sent.clear()
     windows = [(0, SIZE, 0, SIZE), (500, 1500, 9000, 10_000), (0, 200, 100, 300), None, (3000, 20_000, 0, 3 * SIZE)]
@@ -437,6 +474,21 @@ def test_a_large_run_is_fast_and_small(large, sent, monkeypatch):
     assert "% computed" in titles(shown)[0]
     for work in later:
         work.close()
+
+
+def loaded_anew(sent) -> int:
+    "The bytes of the message that tells a page that is loaded anew about all widgets."
+    sent.clear()
+    widget.Widget.handle_control_comm_opened(comm.create_comm(), {"metadata": {"version": "1.0.0"}})
+    widget.Widget._handle_control_comm_msg({"content": {"data": {"method": "request_states"}}})
+    return max(sent)
+
+
+def test_the_first_view_needs_no_torch(run):
+    code = ("import sys; from gti_nb.app import App; App._later = lambda self, work: work.close(); "
+            f"shown = App({str(run.path)!r}); print(shown.fig.data[1].z is not None, *{{'torch', 'sklearn', 'scipy'}} & {{*sys.modules}})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True"], done.stdout + done.stderr
 
 
 def test_a_large_run_never_makes_the_matrix(large):

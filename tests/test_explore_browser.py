@@ -242,6 +242,21 @@ def saved_outputs(run) -> list:
     return [output["data"] for cell in notebook["cells"] for output in cell.get("outputs", []) if "data" in output]
 
 
+def test_a_page_that_is_loaded_anew_shows_the_same(screen, address):
+    "The kernel goes on, and the saved notebook is opened once more; again no message is large."
+    before = screen.figure("_fullLayout.annotations.map(a => a.text)")
+    screen.frames.clear()
+    screen.page.goto(address)
+    screen.page.locator(".gti-live .heatmaplayer image").first.wait_for(timeout=PATIENCE)
+    screen.wait(FILLED)
+    assert screen.figure("_fullLayout.annotations.map(a => a.text)") == before
+    assert 500_000 < max(screen.frames) < 1_500_000
+    screen.page.get_by_role("button", name="Whole matrix").click()  # it is alive
+    screen.page.get_by_placeholder("such as a_3 b_12").fill("a_0 b_0")
+    screen.page.keyboard.press("Enter")
+    screen.wait("f._fullLayout.shapes.filter(s => s.type == 'rect').some(s => s.x0 == 3.5 && s.y0 == -0.5)")
+
+
 def test_without_a_kernel_the_figure_stays(screen, address):
     "The saved notebook, opened anew: its kernel is gone."
     page = screen.page
