@@ -67,10 +67,18 @@ def write_page(pages, path, code: bool = True):
 
 # %% ../nbs/13c_pipeline.ipynb #2628d19f
 def write_report(notebook, path):
-    "The executed `notebook`, a path, as a page at `path`."
+    """The executed `notebook`, a path, as a page at `path`: its section "Comparison" first, without code and without what cells printed."""
     import nbformat
 
-    write_page(nbformat.read(notebook, 4), path)
+    pages = nbformat.read(notebook, 4)
+    starts = [k for k, cell in enumerate(pages.cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
+    sections = [pages.cells[start:end] for start, end in zip(starts, [*starts[1:], None])]
+    sections.sort(key=lambda cells: not cells[0].source.startswith("## Comparison"))
+    pages.cells = sum(sections, pages.cells[:starts[0]] if starts else pages.cells)
+    for cell in pages.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.output_type != "stream"]
+    write_page(pages, path, code=False)
 
 # %% ../nbs/13c_pipeline.ipynb #ebe4e086
 def pipeline_notebook() -> Path:

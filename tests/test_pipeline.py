@@ -96,6 +96,9 @@ def test_the_report_needs_neither_kernel_nor_net(smoke):
     html = (smoke[0] / "report.html").read_text()
     assert html.count("Plotly.newPlot") >= 6 and "Comparison" in html
     assert '<script src="http' not in html and '<link rel="stylesheet" href="http' not in html
+    places = [html.index(f'<h2 id="{section}"') for section in ("Comparison", "What-was-asked", "Provenance")]
+    assert places == sorted(places) < [html.index("packages torch")]
+    assert "run_stage(" not in html and "rqvae: starts" not in html
 
 
 def test_progress_is_seen_in_the_log(smoke):
