@@ -15,6 +15,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
@@ -26,7 +27,7 @@ from fastcore.basics import patch
 from .core import UserError, atomic_path
 from .explore import block_edges
 from .explorer import ORDERS, SIDE, Explorer, moment_name
-from .screen import (GREY, HEATMAPS, MAPS, answer_html, draw, empty_figure, first_choice, mapped, save_figure,
+from .screen import (GREY, HEATMAPS, MAPS, answer_html, draw, empty_screen, first_choice, joined, mapped, save_figure,
                            token_html)
 from .semantic_ids import LEVEL_NAMES
 
@@ -54,7 +55,7 @@ def _packed_code() -> list:
     "The code of plotly's widget, packed by gzip, in parts of at most `PART` bytes."
     import plotly
 
-    code = gzip.compress((Path(plotly.__file__).parent / "package_data" / "widgetbundle.js").read_bytes(), 6)
+    code = gzip.compress((Path(plotly.__file__).parent / "package_data" / "widgetbundle.js").read_bytes(), 1)
     return [code[start:start + PART] for start in range(0, len(code), PART)]
 
 # %% ../nbs/14d_app.ipynb #642099b0
@@ -103,20 +104,48 @@ export default () => {
 };
 """
 
-# %% ../nbs/14d_app.ipynb #8dc63251
+# %% ../nbs/14d_app.ipynb #0f544400
+class _Home:
+    "The thread in which this was made, to which work that comes in others is sent; `fail` hears of an error in such work."
+
+    def __init__(self, fail):
+        self.thread, self.fail = threading.get_ident(), fail
+        with contextlib.suppress(RuntimeError):  # without a loop there are no messages either
+            self.loop = asyncio.get_running_loop()
+
+    def __call__(self, work, *given):
+        "Do `work(*given)`: now if this is the thread, or when it has time."
+        if threading.get_ident() == self.thread:
+            return work(*given)
+        self.loop.call_soon_threadsafe(self._try, work, *given)
+
+    def _try(self, work, *given):
+        try:
+            work(*given)
+        except Exception as error:
+            self.fail(error)
+
+# %% ../nbs/14d_app.ipynb #a754c0bd
 @cache
 def _figure_class():
     "plotly's `FigureWidget`, whose code and state are sent when they are asked for."
     with _without_grammar():
         class Figure(go.FigureWidget):
-            _esm, seen = _ASK + _SHOW, None  # seen: an event, set when a browser has asked for the figure
+            _esm, home = _ASK + _SHOW, None
+            asked, seen = None, None  # events: a browser has asked for something; for the figure
 
             def __init__(self, *given, **more):
                 super().__init__(*given, **more)
-                self.seen = asyncio.Event()
+                self.asked, self.seen = asyncio.Event(), asyncio.Event()
                 self.on_msg(lambda _, said, __: self._answer(said.get("question")))
 
+            def _handle_msg(self, message):
+                said = message["content"]["data"].get("content") or {}
+                hear = super()._handle_msg
+                hear(message) if said == {"question": "code"} else self.home(hear, message)
+
             def _answer(self, question):
+                self.home(self.asked.set)
                 if question == "code":
                     for more, part in zip(range(len(_packed_code()))[::-1], _packed_code()):
                         self.send({"to": question, "more": more}, [part])
@@ -128,31 +157,50 @@ def _figure_class():
     return Figure
 
 # %% ../nbs/14d_app.ipynb #4dea19a6
+_MOUSE = {"displaylogo": False, "doubleClick": "autosize", "doubleClickDelay": 500,
+          "modeBarButtonsToRemove": ["resetScale2d", "select2d", "lasso2d", "toImage"]}
+
+
 class App:
     """The explorer of the run in `run_dir` as a widget, `box`; `choice` is what it shows. `explore` makes one.
 
     Raises `UserError` if there is no run in the folder, or no row yet."""
 
     def __init__(self, run_dir):
-        self.explorer = Explorer(run_dir)
+        self.explorer, self.home = Explorer(run_dir), _Home(self._warn)
         self.choice, self.past, self.drawing, self.tasks = first_choice(self.explorer), [], False, set()
-        self.waiting, self.place = "reading the base model…", None
-        self.fig = empty_figure(_figure_class())
-        self.fig._config = self.fig._config | {"displaylogo": False, "doubleClick": "autosize", "doubleClickDelay": 500,
-                                               "modeBarButtonsToRemove": ["resetScale2d", "select2d", "lasso2d", "toImage"]}
+        self.waiting, self.place, self.job = "reading the base model…", None, None
+        self.screen = empty_screen(_figure_class())
+        for fig, more in zip(self.screen, (_MOUSE, {"displayModeBar": False})):
+            fig._config, fig.home = fig._config | more, self.home
         self._controls()
         self._pane()
         self._listen()
         self.box = self._arrange()
-        self.redraw()
+        self._later(self._begin())  # so that the browser gets ready meanwhile
 
 # %% ../nbs/14d_app.ipynb #f67e5dbf
 @patch
 def redraw(self: App):
     "Show `choice`: the first step at once, the others when there is time, unless another choice comes first."
-    self.job = draw(self.explorer, self.fig, self.choice)
+    self.job = draw(self.explorer, self.screen, self.choice)
     self._step(self.job)
     self._later(self._go_on(self.job))
+
+
+@patch
+async def _begin(self: App):
+    await self._wait(1, self.screen.heatmaps.asked)
+    if self.job is None:
+        self.redraw()
+
+
+@patch
+async def _wait(self: App, seconds: float, *events):
+    "For all `events`, but at most so many seconds; not at all if the app isn't displayed, or has been for a while."
+    if self.place:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), seconds)
 
 # %% ../nbs/14d_app.ipynb #65ebf1ed
 @patch
@@ -180,9 +228,7 @@ def _step(self: App, job) -> bool:
 @patch
 async def _go_on(self: App, job):
     "The rest of a drawing, with a pause after each step, until it ends or another begins."
-    if self.place:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.fig.seen.wait(), 5)
+    await self._wait(5, *(fig.seen for fig in self.screen))
     while job is self.job and self._step(job):
         await asyncio.sleep(0.005)
     if job is self.job:
@@ -287,7 +333,7 @@ def _arrange(self: App):
     top = [row(self.arms["left"], self.whens["left"], self.arms["right"], self.whens["right"]),
            row(self.play, self.slider, self.back, self.whole),
            row(self.level, self.order, self.reduce, self.png, self.page, self.fresh), self.status]
-    box = w.VBox([*top, w.HBox([self.fig, self.tabs], layout=w.Layout(flex_flow="row wrap"))])
+    box = w.VBox([*top, w.HBox([w.VBox(self.screen), self.tabs], layout=w.Layout(flex_flow="row wrap"))])
     return box.add_class("gti-live")
 
 # %% ../nbs/14d_app.ipynb #4a7690c3
@@ -305,27 +351,33 @@ def _told(method):
 # %% ../nbs/14d_app.ipynb #381257a4
 @patch
 def _listen(self: App):
-    "Connect controls and figure with what they do."
+    "Connect controls and figures with what they do, at home."
+    def hear(act): return lambda *given: self.home(act, *given)
     for side in ("left", "right"):
         for menu in (self.arms[side], self.whens[side]):
-            menu.observe(lambda _, side=side: self.choose(
-                **{side: (self.arms[side].value, self.whens[side].value or None)}), "value")
-    self.slider.observe(lambda _: self.choose(moment=self.slider.value), "value")
+            menu.observe(hear(lambda _, side=side: self.choose(
+                **{side: (self.arms[side].value, self.whens[side].value or None)})), "value")
+    self.slider.observe(hear(lambda _: self.choose(moment=self.slider.value)), "value")
     for name in ("level", "order", "reduce"):
-        getattr(self, name).observe(lambda change, name=name: self.choose(**{name: change.new}), "value")
-    self.names.observe(lambda _: self.go_to(self.names.value), "value")
-    self.words.observe(lambda _: self.search(self.words.value), "value")
-    self.hits.observe(lambda _: self.light(self.hits.value), "value")
+        getattr(self, name).observe(hear(lambda change, name=name: self.choose(**{name: change.new})), "value")
+    for control, act in ((self.names, self.go_to), (self.words, self.search), (self.hits, self.light)):
+        control.observe(hear(lambda change, act=act: act(change.new)), "value")
     for button, act in ((self.back, self.zoom_back), (self.whole, self.zoom_out), (self.png, lambda: self.save("png")),
                         (self.page, lambda: self.save("html")), (self.fresh, self.refresh), (self.asks, self.ask)):
-        button.on_click(lambda _, act=act: act())
+        button.on_click(hear(lambda _, act=act: act()))
+    self._listen_to_figures()
+
+# %% ../nbs/14d_app.ipynb #9d2a79cd
+@patch
+def _listen_to_figures(self: App):
+    heatmaps, below = self.screen
     for trace in HEATMAPS:
-        self.fig.data[trace].on_click(lambda _, points, __: self.click_cell(points.point_inds))
+        heatmaps.data[trace].on_click(lambda _, points, __: self.click_cell(points.point_inds))
     for trace in MAPS:
-        self.fig.data[trace].on_click(lambda _, points, __: self.click_point(points.point_inds))
+        below.data[trace].on_click(lambda _, points, __: self.click_point(points.point_inds))
     for x, y in (("xaxis", "yaxis"), ("xaxis2", "yaxis2")):
-        self.fig.layout.on_change(self._moved, f"{x}.range", f"{y}.range")
-        self.fig.layout.on_change(self._auto, f"{x}.autorange", f"{y}.autorange")
+        heatmaps.layout.on_change(self._moved, f"{x}.range", f"{y}.range")
+        heatmaps.layout.on_change(self._auto, f"{x}.autorange", f"{y}.autorange")
 
 # %% ../nbs/14d_app.ipynb #719689f7
 @patch
@@ -526,7 +578,7 @@ async def _save(self: App, kind: str):
     taken = [int(name) for path in folder.glob("explore-*.*") if (name := path.stem.removeprefix("explore-")).isdigit()]
     about = f"{self.explorer.run.path.name}: " + " beside ".join(
         f"{arm}, {moment_name(self.explorer.moment_at(arm, moment))}" for arm, moment in self.choice.panels)
-    path, fig = folder / f"explore-{max(taken, default=0) + 1}.{kind}", self.fig.to_dict()
+    path, fig = folder / f"explore-{max(taken, default=0) + 1}.{kind}", joined(self.screen)
     try:
         await asyncio.to_thread(save_figure, fig, path, about)
     except UserError as error:
@@ -573,7 +625,7 @@ def _leave(self: App):
     "Put the figure as it is now into its place in the output, once."
     place, self.place = self.place, None
     if place:
-        place.update({"application/vnd.plotly.v1+json": json.loads(self.fig.to_json()), "text/plain": "[figure]"}, raw=True)
+        place.update({"application/vnd.plotly.v1+json": json.loads(joined(self.screen).to_json()), "text/plain": "[figure]"}, raw=True)
 
 
 def explore(run_dir) -> App:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 from dataclasses import replace
@@ -30,7 +31,7 @@ from gti_nb.geometry import cosine_matrix
 from gti_nb.config import make_config
 from gti_nb.pipeline import finish_run
 from gti_nb.stages import Run, _stage_config, run_stage
-from gti_nb.screen import draw, figure, first_choice, unpacked
+from gti_nb.screen import draw, empty_screen, figure, first_choice, joined, unpacked
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.vocabulary import NewRows
 
@@ -150,22 +151,22 @@ def test_one_arm_stands_beside_its_own_start(run, tmp_path):
 
 def titles(app):
     "The caption and the titles of the two heatmaps."
-    return [annotation.text for annotation in app.fig.layout.annotations][:3]
+    return [annotation.text for annotation in app.screen.heatmaps.layout.annotations][:3]
 
 
 def cells(app, side):
-    return unpacked(app.fig.data[side].z)
+    return unpacked(app.screen.heatmaps.data[side].z)
 
 
 def test_the_slider_plays_the_path(app, run):
-    traces = [trace.uid for trace in app.fig.data]
+    traces = [trace.uid for trace in app.screen.heatmaps.data]
     for moment in app.explorer.timeline:
         app.slider.value = moment
         stands = "init" if moment != "sft" else "sft"
         for side, (arm, kept) in enumerate((("mean", stands), ("gti", moment))):
             assert np.allclose(cells(app, side), cosine_matrix(app.explorer.rows(arm, kept)), atol=1e-6)
         assert ("stands still" in titles(app)[1]) == (moment not in ("init", "sft"))
-    assert [trace.uid for trace in app.fig.data] == traces
+    assert [trace.uid for trace in app.screen.heatmaps.data] == traces
 
 
 def test_each_panel_can_keep_a_moment_of_its_own(app):
@@ -186,10 +187,10 @@ def test_level_order_and_block_follow_the_menus(app):
 
 
 def test_a_zoom_shows_the_window_and_back_leaves_it(app):
-    app.fig.layout.update(xaxis_range=[3.6, 7.2], yaxis_range=[2.3, -0.4])  # as a drawn box does
+    app.screen.heatmaps.layout.update(xaxis_range=[3.6, 7.2], yaxis_range=[2.3, -0.4])  # as a drawn box does
     assert app.choice.window == (0, 3, 4, 8)
     assert np.allclose(cells(app, 1), cosine_matrix(app.explorer.rows("gti", "sft"))[:3, 4:8], atol=1e-6)
-    assert app.fig.layout.xaxis.range == app.fig.layout.xaxis2.range == (-0.5, 3.5)
+    assert app.screen.heatmaps.layout.xaxis.range == app.screen.heatmaps.layout.xaxis2.range == (-0.5, 3.5)
     app.slider.value = "init"
     assert cells(app, 0).shape == (3, 4)
     app.whole.click()
@@ -198,29 +199,29 @@ def test_a_zoom_shows_the_window_and_back_leaves_it(app):
     assert app.choice.window == (0, 3, 4, 8)
 
 
-def click(app, trace, at):
+def click(fig, trace, at):
     "What plotly does when a person clicks."
     from plotly.callbacks import InputDeviceState, Points
 
     points = Points(point_inds=[at], xs=[0], ys=[0], trace_name=None, trace_index=trace)
-    app.fig.data[trace]._dispatch_on_click(points, InputDeviceState())
+    fig.data[trace]._dispatch_on_click(points, InputDeviceState())
 
 
 def test_a_click_tells_about_both_tokens_and_follows_the_slider(app):
-    click(app, 0, [1, 6])
+    click(app.screen.heatmaps, 0, [1, 6])
     assert app.choice.pair == (1, 6) and "nearest text tokens" in app.details.value and "reading" not in app.details.value
     assert all(f"&lt;{name}&gt;" in app.details.value for name in ("a_1", "b_2"))
     first = app.details.value
     app.slider.value = "init"
     assert app.details.value != first and "at the start" in app.details.value
-    click(app, 3, 5)
+    click(app.screen.below, 1, 5)
     assert app.choice.pair == (5, 5)
-    assert list(app.fig.data[5].text) == ["&lt;b_1&gt;"]
+    assert list(app.screen.below.data[3].text) == ["&lt;b_1&gt;"]
 
 
 def test_a_click_in_a_window_means_what_is_seen(app):
     app.zoom((2, 6, 6, 12))
-    click(app, 1, [1, 2])
+    click(app.screen.heatmaps, 1, [1, 2])
     assert app.choice.pair == (3, 8)
 
 
@@ -239,8 +240,8 @@ def test_a_search_lights_up_the_tokens_of_the_first_hit(app, run):
     app.words.value = title.lower()
     assert app.hits.value == 3 and app.choice.lit == tuple(app.explorer.tokens_of(3))
     names = [name.replace("<", "&lt;").replace(">", "&gt;") for name in run.sids().tokens(run.sids().item_ids[3])]
-    assert sorted(" ".join(app.fig.data[5].text).split()) == sorted(names)  # those on one point share a label
-    assert sum(shape.line.dash == "dot" for shape in app.fig.layout.shapes) == 4 * 3
+    assert sorted(" ".join(app.screen.below.data[3].text).split()) == sorted(names)  # those on one point share a label
+    assert sum(shape.line.dash == "dot" for shape in app.screen.heatmaps.layout.shapes) == 4 * 3
     app.words.value = "no such title"
     assert app.choice.lit == () and app.found.value == "No title has these words."
 
@@ -277,26 +278,26 @@ def test_many_moves_make_no_new_widgets(app):
             app.slider.value = app.explorer.timeline[k % len(app.explorer.timeline)]
             await asyncio.sleep(0)
 
-    click(app, 0, [0, 5])
+    click(app.screen.heatmaps, 0, [0, 5])
     before = len(widget._instances)
     asyncio.run(play())
-    assert len(widget._instances) == before and len(app.fig.data) == 12
+    assert len(widget._instances) == before and [len(fig.data) for fig in app.screen] == [2, 10]
 
 
 def test_the_browser_gets_plotly_in_parts_and_the_figure_when_it_asks(app, monkeypatch):
     import plotly
 
     said = []
-    monkeypatch.setattr(type(app.fig), "send", lambda self, content, buffers=(): said.append((content, buffers)))
-    app.fig._handle_custom_msg({"question": "code"}, [])
+    monkeypatch.setattr(type(app.screen.heatmaps), "send", lambda self, content, buffers=(): said.append((content, buffers)))
+    app.screen.heatmaps._handle_custom_msg({"question": "code"}, [])
     assert [answer for answer, _ in said] == [{"to": "code", "more": 1}, {"to": "code", "more": 0}]
     whole = gzip.decompress(b"".join(part for _, (part,) in said))
     assert whole == (Path(plotly.__file__).parent / "package_data" / "widgetbundle.js").read_bytes()
-    assert len(app.fig.get_state()["_esm"]) < 3000
+    assert len(app.screen.heatmaps.get_state()["_esm"]) < 3000
     app.slider.value = "ground"
-    app.fig._handle_custom_msg({"question": "figure"}, [])
+    app.screen.heatmaps._handle_custom_msg({"question": "figure"}, [])
     now = said[-1][0]["figure"]
-    assert said[-1][0]["to"] == "figure" and len(now["_widget_data"]) == 12
+    assert said[-1][0]["to"] == "figure" and len(now["_widget_data"]) == 2
     assert np.array_equal(unpacked(now["_widget_data"][1]["z"]), cells(app, 1))
     assert [a["text"] for a in now["_widget_layout"]["annotations"]][:3] == titles(app)
 
@@ -317,6 +318,40 @@ def test_without_a_browser_saving_a_picture_says_so(app, monkeypatch):
     monkeypatch.setattr(go.Figure, "to_image", none)
     app.png.click()
     assert "save as HTML" in app.status.value
+
+
+def test_what_comes_in_another_thread_is_done_at_home_and_not_lost(app, monkeypatch):
+    "JupyterLab lets messages of widgets come in a thread of their own, also while a step is drawn."
+    threads = []
+    change = {"relayout_data": {"xaxis.range": [3.6, 7.2], "yaxis.range": [2.3, -0.4]}, "source_view_id": None}
+    moved = {"buffers": [], "content": {"data": {"method": "update", "buffer_paths": [], "state": {"_js2py_relayout": change}}}}
+
+    def from_a_thread(work):
+        one = threading.Thread(target=work)
+        one.start()
+        one.join()
+
+    def drawn(*given):
+        for _ in draw(*given):
+            threads.append(threading.get_ident())
+            if len(threads) == 2:  # a box is drawn, and a menu changed, in the middle of a step
+                assert app.drawing
+                from_a_thread(lambda: app.screen.heatmaps._handle_msg(moved))
+                from_a_thread(lambda: setattr(app.reduce, "value", "max"))
+            yield
+
+    async def live():
+        app.home = app.screen.heatmaps.home = app.screen.below.home = type(app.home)(app._warn)
+        from_a_thread(lambda: setattr(app.slider, "value", "ground"))
+        await asyncio.sleep(1)
+        from_a_thread(lambda: app.home(lambda: 1 / 0))
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr("gti_nb.app.draw", drawn)
+    asyncio.run(live())
+    assert {*threads} == {threading.get_ident()} and len(threads) > 4
+    assert app.choice.moment == "ground" and app.choice.reduce == "max" and app.choice.window == (0, 3, 4, 8)
+    assert "division by zero" in app.status.value
 
 
 class Place:
@@ -346,8 +381,9 @@ def test_a_figure_is_left_when_it_is_complete_and_the_browser_has_it(run, monkey
         monkeypatch.setattr(IPython.display, "display", lambda what, **_: place)
         app._ipython_display_()
         await asyncio.sleep(0.1)
-        waits = app.fig.data[9].y is None and not hasattr(place, "now")
-        app.fig._handle_custom_msg({"question": "figure"}, [])
+        waits = app.screen.below.data[7].y is None and not hasattr(place, "now")
+        for fig in app.screen:
+            fig._handle_custom_msg({"question": "figure"}, [])
         while app.tasks:
             await asyncio.sleep(0.01)
         return waits, place.now["application/vnd.plotly.v1+json"]["data"]
@@ -375,11 +411,11 @@ def test_a_newer_choice_stops_an_older_drawing(app):
 def test_a_drawing_in_place_equals_a_new_one(run):
     explorer = Explorer(run.path)
     choice = first_choice(explorer)
-    fig = figure(explorer, choice)
-    for other in (replace(choice, level="c", lit=(8, 9)), replace(choice, window=(0, 4, 5, 9), reduce="max"), choice):
-        for _ in draw(explorer, fig, other):
+    screen = empty_screen()
+    for other in (choice, replace(choice, level="c", lit=(8, 9)), replace(choice, window=(0, 4, 5, 9), reduce="max"), choice):
+        for _ in draw(explorer, screen, other):
             pass
-        assert fig.to_json() == figure(explorer, other).to_json()
+        assert joined(screen).to_json() == figure(explorer, other).to_json()
 
 
 # --- blocks --------------------------------------------------------------------------------------------------------------
@@ -456,10 +492,10 @@ def cpu(work) -> float:
 def test_a_large_run_is_fast_and_small(large, sent, monkeypatch):
     later, made, others = [], [], {*widget._instances}
     monkeypatch.setattr(App, "_later", lambda self, work: later.append(work))  # what waits until the first view is there
-    assert cpu(lambda: made.append(App(large))) < 2
+    assert cpu(lambda: (made.append(App(large)), made[0].redraw())) < 2
     shown, = made
-    for question in ("code", "figure"):
-        shown.fig._handle_custom_msg({"question": question}, [])
+    for fig, question in ((shown.screen.heatmaps, "code"), (shown.screen.heatmaps, "figure"), (shown.screen.below, "figure")):
+        fig._handle_custom_msg({"question": question}, [])
     assert max(sent) < 1_500_000 < sum(sent)  # plotly's own code, in parts
     monkeypatch.setattr(widget, "_instances", {name: one for name, one in widget._instances.items() if name not in others})
     assert loaded_anew(sent) < 200_000
@@ -486,7 +522,8 @@ def loaded_anew(sent) -> int:
 
 def test_the_first_view_needs_no_torch(run):
     code = ("import sys; from gti_nb.app import App; App._later = lambda self, work: work.close(); "
-            f"shown = App({str(run.path)!r}); print(shown.fig.data[1].z is not None, *{{'torch', 'sklearn', 'scipy'}} & {{*sys.modules}})")
+            f"shown = App({str(run.path)!r}); shown.redraw(); print(shown.screen.heatmaps.data[1].z is not None, "
+            "*{'torch', 'sklearn', 'scipy'} & {*sys.modules})")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["True"], done.stdout + done.stderr
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no Chromium here: {HOW
 PATIENCE = 120_000  # ms; a machine may be busy
 FILLED = ("[...f.querySelectorAll('.heatmaplayer image')].every("  # the cells of both heatmaps fill their panels
           "i => Math.abs(i.getBoundingClientRect().width - f._fullLayout.xaxis._length) < 2)")
-FIGURE = "document.querySelector('.gti-live .js-plotly-plot')"
+FIGURES = "document.querySelectorAll('.gti-live .js-plotly-plot')"
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,12 @@ class Screen:
         page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: self.frames.append(len(frame))))
 
     def figure(self, what: str):
-        "Something of the figure's `_fullLayout` or `_fullData`, as plotly in the browser has it."
-        return self.page.evaluate(f"{FIGURE}.{what}")
+        "Something of the heatmaps' `_fullLayout` or `_fullData`, as plotly in the browser has it."
+        return self.page.evaluate(f"{FIGURES}[0].{what}")
 
     def wait(self, condition: str, patience: int = PATIENCE):
-        "Until a JavaScript `condition` on the figure `f` holds."
-        self.page.wait_for_function(f"() => {{ const f = {FIGURE}; return {condition} }}", timeout=patience)
+        "Until a JavaScript `condition` on the heatmaps `f` and the figure `below` holds."
+        self.page.wait_for_function(f"() => {{ const [f, below] = {FIGURES}; return {condition} }}", timeout=patience)
 
     def spot(self, panel: int, across: float, down: float):
         "The point of the screen that lies so far across and down a panel."
@@ -114,7 +114,7 @@ def screen(address):
         except playwright.TimeoutError:
             raise AssertionError(f"no figure; the notebook shows: {screen.page.locator('.jp-Notebook').inner_text()}; "
                                  f"complaints: {screen.complaints}") from None
-        screen.wait("f._fullData[9].y && f._fullData[9].y.length > 0")  # the last panel is drawn
+        screen.wait("below._fullData && below._fullData[7].y && below._fullData[7].y.length > 0")  # the last panel is drawn
         yield screen
         browser.close()
 
@@ -189,7 +189,7 @@ def test_the_slider_answers_to_the_keyboard(screen):
 def test_a_search_lights_up_tokens(screen):
     screen.tab("Items")
     screen.page.get_by_placeholder("words of a title").fill("star")
-    screen.wait("f._fullData[4].x && f._fullData[4].x.length >= 3")
+    screen.wait("below._fullData[2].x && below._fullData[2].x.length >= 3")
     screen.wait("f._fullLayout.shapes.filter(s => s.line.dash == 'dot').length == 12")
 
 
