@@ -47,14 +47,14 @@ def export_arm(run: Run, arm: str, folder) -> Path:
         run.sids(arm).save(temporary / "semantic_ids")
     return Path(folder)
 
-# %% ../nbs/15_cli.ipynb #eb55cecf
+# %% ../nbs/15_cli.ipynb #77c45f7b
 def _value(text: str):
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"{text} is no value: give a number, a word, or a list such as [5, 10]") from None
 
-
+# %% ../nbs/15_cli.ipynb #3377a06d
 def overrides_of(pairs: list) -> dict:
     "Parameters from pairs of words, (name, value as YAML)."
     return {name: _value(value) for name, value in pairs}
@@ -80,7 +80,7 @@ def _fields(model, but=()) -> str:
     return "\n".join(f"  {name:24} {field.description}{choices(field.annotation)} (default: {default(name, field.default)})"
                      for name, field in model.model_fields.items() if name not in but)
 
-
+# %% ../nbs/15_cli.ipynb #6ca94f22
 def _parameters() -> str:
     "All that a configuration can set."
     from gti_nb.initializers import INITIALIZERS
@@ -206,7 +206,7 @@ def _add_check_env(parser):
 
     The exit code is 1 if something is missing."""
 
-
+# %% ../nbs/15_cli.ipynb #693fa5d0
 def _check_env(options) -> int:
     from gti_nb.environment import check_environment, environment_text
 
@@ -214,7 +214,7 @@ def _check_env(options) -> int:
     print(environment_text(table))
     return int(not table.ok.all())
 
-# %% ../nbs/15_cli.ipynb #693fa5d0
+# %% ../nbs/15_cli.ipynb #4bf8d963
 def _add_status(parser):
     """say how far a run is: the state of each stage, its seconds, and its peak memory in GB
 
@@ -222,7 +222,7 @@ def _add_status(parser):
     it depends on has changed since."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/demo")
 
-
+# %% ../nbs/15_cli.ipynb #8a0f719c
 def _status(options):
     from gti_nb.explore import open_run
 
@@ -263,7 +263,7 @@ COMMANDS = {"check-env": (_add_check_env, _check_env), "plan": (_add_plan, _plan
             "sweep": (_add_sweep, _sweep), "compare": (_add_compare, _compare), "explore": (_add_explore, _explore),
             "export": (_add_export, _export)}
 
-
+# %% ../nbs/15_cli.ipynb #6df21005
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter  # examples stay as they are written
     parser = argparse.ArgumentParser(prog="gti", formatter_class=raw, epilog="what a command takes: gti COMMAND --help",

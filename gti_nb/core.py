@@ -75,7 +75,7 @@ def write_json(path, value):
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-
+# %% ../nbs/core.ipynb #0586f25b
 def read_json(path):
     "The value in the JSON file `path`."
     return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def _on_hub(name: str) -> bool:
         return False
     return True
 
-
+# %% ../nbs/core.ipynb #d6d2cd3f
 def cache_dir() -> Path:
     "The folder for things computed once per machine: `$GTI_CACHE`, or `~/.cache/gti_nb`."
     return Path(os.environ.get("GTI_CACHE") or Path.home() / ".cache" / "gti_nb")

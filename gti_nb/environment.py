@@ -36,7 +36,7 @@ def _installed(name: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
 
-
+# %% ../nbs/14e_check_env.ipynb #28446544
 def _required() -> list:
     "The names of the packages that gti_nb can't do without."
     lines = importlib.metadata.requires("gti_nb") or []
@@ -97,7 +97,7 @@ def _tried(code: str) -> subprocess.CompletedProcess:
     "What became of a few lines of Python in a process of their own."
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
-
+# %% ../nbs/14e_check_env.ipynb #e261f8a9
 def _torch_sees() -> int:
     "How many GPUs PyTorch sees; asked in another process, so that CUDA isn't started in this one."
     done = _tried("import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)")

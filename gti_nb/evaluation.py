@@ -26,14 +26,12 @@ def _ndcg(found, n_right):
     discount = 1 / np.log2(2 + np.arange(found.shape[1]))
     return found @ discount / np.cumsum(discount)[np.minimum(n_right, found.shape[1]) - 1]
 
-
-_METRICS = {
-    "recall": lambda found, n_right: found.sum(axis=1) / n_right,
-    "hit": lambda found, n_right: found.any(axis=1).astype(float),
-    "precision": lambda found, n_right: found.mean(axis=1),
-    "mrr": lambda found, n_right: np.where(found.any(axis=1), 1 / (1 + found.argmax(axis=1)), 0.0),
-    "ndcg": _ndcg,
-}
+# %% ../nbs/12_evaluation.ipynb #cf27051f
+_METRICS = {"recall": lambda found, n_right: found.sum(axis=1) / n_right,
+            "hit": lambda found, n_right: found.any(axis=1).astype(float),
+            "precision": lambda found, n_right: found.mean(axis=1),
+            "mrr": lambda found, n_right: np.where(found.any(axis=1), 1 / (1 + found.argmax(axis=1)), 0.0),
+            "ndcg": _ndcg}
 
 # %% ../nbs/12_evaluation.ipynb #7f623b3a
 def _found(predictions, right, depth: int) -> np.ndarray:
@@ -70,7 +68,7 @@ def popularity(train: dict[str, list[str]], n: int) -> list[str]:
     counts = Counter(item for items in train.values() for item in items)
     return sorted(counts, key=lambda item: (-counts[item], item))[:n]
 
-
+# %% ../nbs/12_evaluation.ipynb #687080c7
 def random_ranking(item_ids: list[str], n: int, rng: np.random.Generator) -> list[str]:
     "`n` distinct items of `item_ids` in random order (all of them if there are fewer)."
     return [item_ids[i] for i in rng.permutation(len(item_ids))[:n]]
@@ -100,7 +98,7 @@ def hash_order(item_ids) -> list[str]:
     "The item ids in the order of their SHA-256: one that knows nothing of popularity, the catalogue's order or the target."
     return sorted(item_ids, key=lambda item: hashlib.sha256(str(item).encode()).hexdigest())
 
-
+# %% ../nbs/12_evaluation.ipynb #061872c4
 def nearest_items(queries, item_ids: list[str], vectors, n: int) -> list[list[str]]:
     """For each row of `queries` [m, d], the `n` items whose `vectors` [n_items, d] have the largest dot product with it.
 

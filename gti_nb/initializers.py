@@ -7,7 +7,6 @@ __all__ = ['INITIALIZERS', 'initializer', 'initial_rows', 'random_rows', 'mean_r
            'item_rows', 'description_mean_rows', 'level_residual_rows', 'extend']
 
 # %% ../nbs/05_initializers.ipynb #51e73804
-import numpy as np
 import torch
 import torch.nn.functional as F
 

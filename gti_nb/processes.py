@@ -170,7 +170,7 @@ def _check_devices(device: str, processes: int):
     if device == "cuda" and processes > torch.cuda.device_count():
         raise UserError(f"{processes} processes need as many GPUs, and this machine has {torch.cuda.device_count()}: ask for fewer")
 
-
+# %% ../nbs/08b_processes.ipynb #f52d3150
 def _environment(folder, device: str) -> dict:
     "The variables that launched processes need."
     own = {"GTI_LAUNCH": str(folder), "GTI_PROGRESS": "lines", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
@@ -206,7 +206,7 @@ def _watch(process, alive, over: threading.Event):
         if not alive():
             return _end(process)
 
-
+# %% ../nbs/08b_processes.ipynb #e4752af9
 def _end(process):
     "End a launcher, or the only process, and wait until it's gone."
     process.terminate()

@@ -243,7 +243,7 @@ def _generator(seed: int, step: int):
     "The random numbers of a step, whatever was drawn before it."
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
-
+# %% ../nbs/02b_rqvae.ipynb #1724cdc1
 def _batch(n: int, size: int, step: int, seed: int):
     "Rows of the batch at `step`: all `n` if they fit, else a slice of a shuffle that is fresh in each pass over the data."
     if n <= size:

@@ -31,7 +31,7 @@ from .core import UserError, atomic_path, cache_dir, content_hash, pick_device, 
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
-
+# %% ../nbs/04_vocabulary.ipynb #af79e936
 def tiny_tokenizer(texts=(), vocab_size: int = 400):
     "A byte-level BPE tokenizer of at most `vocab_size` tokens trained on `texts`, with a ChatML template."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -67,7 +67,7 @@ def tiny_model(texts=(), tied: bool = True, spare_rows: int = 7, hidden_size: in
 # %% ../nbs/04_vocabulary.ipynb #4815e2aa
 NAME = re.compile(r"<([^\W\d]\w*)_(0|[1-9]\d*)>", re.ASCII)  # a stem and a number, as in <a_12>
 
-
+# %% ../nbs/04_vocabulary.ipynb #4e86e2eb
 def _check_names(tokenizer, names):
     "Raise `UserError` unless every name is new, unlike ordinary text, and unique."
     known, seen = tokenizer.get_vocab(), set()
@@ -208,7 +208,7 @@ def _output_rows(self: ExtendedLM):
     "The new rows as the output head sees them, `[n_new, d]` float32."
     return self.new_rows if self.head_rows is None else self.head_rows
 
-
+# %% ../nbs/04_vocabulary.ipynb #a8af4a36
 @patch
 def logits(self: ExtendedLM, hidden):
     "Float32 logits `[..., n_rows]` of hidden states `[..., d]`, over all ids in order."
