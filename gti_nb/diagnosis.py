@@ -27,31 +27,34 @@ class NewTokens:
             raise UserError(f"nothing to look at yet: stage {missing[0]} of {run.path} isn't finished")
         self.run, self.sids = run, run.sids()
         self.names, self.level_of = self.sids.token_names, np.repeat(np.arange(self.sids.levels), self.sids.codebook_size)
-        items = pd.read_csv(run.folder("data") / "dataset" / "items.csv", usecols=["item_id", "title"], dtype=str,
-                            keep_default_na=False)  # and not the interactions, which may be millions
-        self.titles = items.set_index("item_id").title.reindex(self.sids.item_ids).fillna("").tolist()
+        self.titles = run.items().set_index("item_id").title.reindex(self.sids.item_ids).fillna("").tolist()
 
-    def number_of(self, token) -> int:
-        "The number of a token given by name, with or without its brackets, or by number. Raises `UserError` if there is none."
-        name = f"<{token.strip().strip('<>')}>" if isinstance(token, str) else None
-        if name in self.names:
-            return self.names.index(name)
-        if isinstance(token, (int, np.integer)) and 0 <= token < len(self.names):
-            return int(token)
-        raise UserError(f"no token {name or token}: give a name from {self.names[0]} to {self.names[-1]}, or a number below "
-                        f"{len(self.names)}")
+# %% ../nbs/13d_diagnosis.ipynb #add85a76
+@patch
+def number_of(self: NewTokens, token) -> int:
+    "The number of a token given by name, with or without its brackets, or by number. Raises `UserError` if there is none."
+    name = f"<{token.strip().strip('<>')}>" if isinstance(token, str) else None
+    if name in self.names:
+        return self.names.index(name)
+    if isinstance(token, (int, np.integer)) and 0 <= token < len(self.names):
+        return int(token)
+    raise UserError(f"no token {name or token}: give a name from {self.names[0]} to {self.names[-1]}, or a number below {len(self.names)}")
 
-    def items_with(self, number: int) -> np.ndarray:
-        "The items (rows of `sids.codes`) whose semantic ID has the token."
-        level, code = divmod(number, self.sids.codebook_size)
+# %% ../nbs/13d_diagnosis.ipynb #540303be
+@patch
+def _by_code(self: NewTokens, level: int) -> tuple:
+    "The items in the order of their codes at `level`, and where each code's items start."
+    codes = self.sids.codes[:, level]
+    order = np.argsort(codes, kind="stable")
+    return order, np.searchsorted(codes[order], np.arange(self.sids.codebook_size + 1))
 
-        def sort():  # once a level: a map asks for a thousand tokens
-            codes = self.sids.codes[:, level]
-            order = np.argsort(codes, kind="stable")
-            return order, np.searchsorted(codes[order], np.arange(self.sids.codebook_size + 1))
-
-        order, starts = self.run.once(f"items by code, level {level}", sort)
-        return order[starts[code]:starts[code + 1]]
+# %% ../nbs/13d_diagnosis.ipynb #f3a6dd00
+@patch
+def items_with(self: NewTokens, number: int) -> np.ndarray:
+    "The items (rows of `sids.codes`) whose semantic ID has the token."
+    level, code = divmod(number, self.sids.codebook_size)
+    order, starts = self.run.once(f"items by code, level {level}", lambda: self._by_code(level))
+    return order[starts[code]:starts[code + 1]]
 
 # %% ../nbs/13d_diagnosis.ipynb #7a01009d
 @patch
@@ -63,7 +66,7 @@ def base(self: NewTokens) -> tuple:
 
     return self.run.once("base rows", read)
 
-
+# %% ../nbs/13d_diagnosis.ipynb #e7e05990
 @patch
 def codebooks(self: NewTokens) -> np.ndarray:
     "The RQ-VAE's code vectors in token order, float32 [L * K, code_dim]; read once. An extra level for collisions has none."
@@ -85,7 +88,7 @@ def moment_label(arm: str, moment: str) -> str:
     "What an arm's moment is called in figures and tables."
     return f"{arm}, {MOMENTS[moment]}"
 
-
+# %% ../nbs/13d_diagnosis.ipynb #cd48dce4
 def rows_of(run: Run, arm: str, moment: str) -> np.ndarray:
     "The new rows of `arm` at `moment`, float32 [n_new, d]. Raises `UserError` if the run keeps none, or hasn't them yet."
     if (arm, moment) not in run.moments():
@@ -102,9 +105,11 @@ class Diagnosis(NewTokens):
         "`rows_of` the run."
         return rows_of(self.run, arm, moment)
 
-    def panels(self, moments=None) -> dict:
-        "Title -> rows of the given moments, by default all of the run."
-        return {moment_label(*moment): self.rows(*moment) for moment in moments or self.run.moments()}
+# %% ../nbs/13d_diagnosis.ipynb #346a694d
+@patch
+def panels(self: Diagnosis, moments=None) -> dict:
+    "Title -> rows of the given moments, by default all of the run."
+    return {moment_label(*moment): self.rows(*moment) for moment in moments or self.run.moments()}
 
 # %% ../nbs/13d_diagnosis.ipynb #9087662c
 @patch

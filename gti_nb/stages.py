@@ -24,8 +24,8 @@ import numpy as np
 import pandas as pd
 from fastcore.basics import patch
 
-from .config import FLOORS, RunConfig, rqvae_config, task_settings
-from .core import UserError, atomic_path, content_hash, read_json, seed_everything, write_json
+from .config import FLOORS, RunConfig, chosen_data, find_initializer, initializer_file, rqvae_config, task_settings
+from .core import UserError, atomic_path, content_hash, read_json, seed_everything, steps_of, write_json
 from .data import Dataset, Splits, dataset_card, leave_one_out, load_dataset
 
 # %% ../nbs/13b_stages.ipynb #9fd4b143
@@ -51,54 +51,80 @@ class Run:
         self.config, self.path, self._made = config, Path(config.run_dir), {}
         self.stages = {stage.name: stage for stage in plan_stages(config)}
 
-    def folder(self, stage: str) -> Path:
-        if stage not in self.stages:
-            raise UserError(f"no stage is called {stage!r}: this run has {', '.join(self.stages)}")
-        return self.path / stage
-
-    def fingerprint(self, name: str) -> str:
-        "Hash of what the stage depends on: its parameters, the input's content, and the stages that it uses; made once."
-        return self.once(f"fingerprint {name}", lambda: self._hash_of(self.stages[name]))
-
-    def once(self, name: str, make):
-        "What `make()` returned when it was first asked for under this `name`."
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
-
 # %% ../nbs/13b_stages.ipynb #a2983ced
+@patch
+def folder(self: Run, stage: str) -> Path:
+    "The folder of a stage. Raises `UserError` if the run has no stage of that name."
+    if stage not in self.stages:
+        raise UserError(f"no stage is called {stage!r}: this run has {', '.join(self.stages)}")
+    return self.path / stage
+
+# %% ../nbs/13b_stages.ipynb #7a29865f
+@patch
+def once(self: Run, name: str, make):
+    "What `make()` returned when it was first asked for under this `name`."
+    if name not in self._made:
+        self._made[name] = make()
+    return self._made[name]
+
+# %% ../nbs/13b_stages.ipynb #7d7254bc
+@patch
+def fingerprint(self: Run, name: str) -> str:
+    "Hash of what the stage depends on: its parameters, the input's content, and the stages that it uses; made once."
+    return self.once(f"fingerprint {name}", lambda: self._hash_of(self.stages[name]))
+
+# %% ../nbs/13b_stages.ipynb #8fd09d75
 @patch
 def _hash_of(self: Run, stage: Stage) -> str:
     values = self.config.model_dump(mode="json", include=set(stage.reads))
-    source = Path(self.config.data)
-    files = sorted(p for p in source.iterdir() if p.is_file()) if stage.name == "data" and source.is_dir() else []
     arm = self.config.arms[stage.arm].model_dump() if stage.arm else None
-    return content_hash(values, arm, *files, *(self.fingerprint(used) for used in stage.uses))
+    return content_hash(values, arm, *self._files_of(stage), *(self.fingerprint(used) for used in stage.uses))
+
+# %% ../nbs/13b_stages.ipynb #8a40cc3f
+@patch
+def _files_of(self: Run, stage: Stage) -> list:
+    "What of the user's own files a stage depends on: paths or, of an initializer's module, a hash."
+    if stage.name == "data" and (source := Path(self.config.data)).is_dir():
+        return sorted(path for path in source.iterdir() if path.is_file())
+    return [self._module_hash(stage)] if self._has_module(stage) else []
+
+# %% ../nbs/13b_stages.ipynb #f6479754
+@patch
+def _has_module(self: Run, stage: Stage) -> bool:
+    return stage.name == f"init-{stage.arm}" and ":" in self.config.arms[stage.arm].initializer
+
+
+@patch
+def _module_hash(self: Run, stage: Stage):
+    "Hash of the module's file; where there is none, the one that the stage was made with, if it was."
+    file, made = initializer_file(self.config.arms[stage.arm].initializer), self.folder(stage.name) / "config.json"
+    return content_hash(file) if file else read_json(made).get("module") if made.exists() else None
 
 # %% ../nbs/13b_stages.ipynb #6fd96db9
-@patch
-def is_done(self: Run, name: str) -> bool:
-    "Whether the stage has been done, with what it depends on now."
-    return self._is_current(name, "DONE.json")
-
-
-@patch
-def is_begun(self: Run, name: str) -> bool:
-    "Whether the stage has been begun, and perhaps done, with what it depends on now."
-    return self._is_current(name, "config.json")
-
-
 @patch
 def _is_current(self: Run, name: str, file: str) -> bool:
     path = self.folder(name) / file
     return path.exists() and read_json(path)["fingerprint"] == self.fingerprint(name)
 
+# %% ../nbs/13b_stages.ipynb #2f616ba6
+@patch
+def is_begun(self: Run, name: str) -> bool:
+    "Whether the stage has been begun, and perhaps done, with what it depends on now."
+    return self._is_current(name, "config.json")
+
 # %% ../nbs/13b_stages.ipynb #61a59e50
 @patch
+def is_done(self: Run, name: str) -> bool:
+    "Whether the stage has been done, with what it depends on now."
+    return self._is_current(name, "DONE.json")
+
+# %% ../nbs/13b_stages.ipynb #e396e265
+@patch
 def is_complete(self: Run) -> bool:
+    "Whether all stages are done."
     return all(self.is_done(name) for name in self.stages)
 
-
+# %% ../nbs/13b_stages.ipynb #bb59be6d
 @patch
 def metrics(self: Run, name: str) -> dict:
     "The metrics that the finished stage `name` wrote. Raises `UserError` if it isn't finished."
@@ -128,7 +154,7 @@ def _holder(file) -> dict:
     except ValueError:
         return {}  # just being written
 
-
+# %% ../nbs/13b_stages.ipynb #eb7c661e
 def _is_gone(holder: dict) -> bool:
     "Whether the process that began a run on this machine has ended."
     try:
@@ -194,17 +220,17 @@ def _stage_config(run: Run, stage: Stage) -> dict:
     parameters = run.config.model_dump(mode="json", include=set(stage.reads))
     if stage.arm:
         parameters["arm"] = run.config.arms[stage.arm].model_dump()
+    module = {"module": run._module_hash(stage)} if run._has_module(stage) else {}
     return {"parameters": parameters, "uses": {used: run.fingerprint(used) for used in stage.uses},
-            "fingerprint": run.fingerprint(stage.name)}
+            "fingerprint": run.fingerprint(stage.name), **module}
 
-
+# %% ../nbs/13b_stages.ipynb #7e625506
 def _changed(run: Run, stage: Stage) -> str:
     "Which parameters or stages differ from those that the stage's folder was made with."
-    old = read_json(run.folder(stage.name) / "config.json")
-    new = _stage_config(run, stage)
+    old, new = read_json(run.folder(stage.name) / "config.json"), _stage_config(run, stage)
     names = [k for k in new["parameters"] if new["parameters"][k] != old["parameters"].get(k)]
     names += [f"stage {k}" for k in new["uses"] if new["uses"][k] != old["uses"].get(k)]
-    return ", ".join(names) or "the input"
+    return ", ".join(names) or ("the initializer's module" if "module" in new else "the input")
 
 # %% ../nbs/13b_stages.ipynb #c1f57f83
 def _forget_peak():
@@ -212,17 +238,15 @@ def _forget_peak():
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
-
+# %% ../nbs/13b_stages.ipynb #a108cbb2
 def _peak_memory_gb() -> float:
     "Peak resident memory of this process, since `_forget_peak` on Linux, else so far."
     import resource
 
     status = Path("/proc/self/status")
     marks = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else []
-    if marks:
-        return int(marks[0]) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    peak = int(marks[0]) if marks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # in kB, and on a Mac in bytes
 
 # %% ../nbs/13b_stages.ipynb #f110a122
 def work(config: dict, stage: str, held: str) -> dict:
@@ -236,12 +260,12 @@ def work(config: dict, stage: str, held: str) -> dict:
         metrics = _alone(run, run.stages[stage])
     return {"metrics": metrics, "peak_memory_gb": sum(gather_object([_peak_memory_gb()]))}
 
-
+# %% ../nbs/13b_stages.ipynb #3eca5d20
 def _alone(run: Run, stage: Stage) -> dict:
     seed_everything(run.config.seed)
     return stage.work(run, run.folder(stage.name))
 
-
+# %% ../nbs/13b_stages.ipynb #7640cc19
 def _place() -> tuple[int, int]:
     "Which of how many processes this is."
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -306,19 +330,17 @@ def run_stage(run: Run, name: str) -> dict:
 
 # %% ../nbs/13b_stages.ipynb #40dfe0cf
 def _data(run: Run, folder: Path) -> dict:
-    config = run.config
-    dataset = load_dataset(config.data).filter(min_rating=config.min_rating, max_items=config.max_items)
+    dataset = chosen_data(run.config)
     dataset.save(folder / "dataset")
-    card = dataset_card(dataset)
-    return dict(zip(card.quantity, card.value))
+    return dict(dataset_card(dataset).to_numpy())
 
-
+# %% ../nbs/13b_stages.ipynb #7f8d5bd4
 def _encode(run: Run, folder: Path) -> dict:
     from safetensors.numpy import save_file
 
     from gti_nb.encode import encode_items
 
-    vectors = encode_items(run.dataset().items, run.config.encoder, run.config.device)
+    vectors = encode_items(run.items(), run.config.encoder, run.config.device)
     with atomic_path(folder / "vectors.safetensors") as temporary:
         save_file({"vectors": vectors}, temporary)
     return {"items": len(vectors), "width": vectors.shape[1]}
@@ -344,7 +366,7 @@ def _semantic_ids(run: Run, folder: Path) -> dict:
     from gti_nb.semantic_ids import SemanticIds, resolve
 
     model, vectors = RQVAE.load(run.folder("rqvae") / "rqvae.safetensors", run.config.device), run.vectors()
-    items, size = run.dataset().items.item_id.tolist(), run.config.codebook_size
+    items, size = run.items().item_id.tolist(), run.config.codebook_size
     found = resolve(model.encode(vectors), size, lambda rows: model.distances(vectors[rows]), vectors,
                     leftovers=run.config.collisions, reconstruction=lambda codes: model.reconstruction_error(vectors, codes))
     SemanticIds(items, found.codes, size, content_hash(vectors)).save(folder)
@@ -358,7 +380,14 @@ def dataset(self: Run) -> Dataset:
     "The filtered data set of the run; read once."
     return self.once("dataset", lambda: load_dataset(self.folder("data") / "dataset"))
 
+# %% ../nbs/13b_stages.ipynb #4c168031
+@patch
+def items(self: Run) -> pd.DataFrame:
+    "The items of the run's data set, as in `dataset`, without the interactions; read once."
+    read = lambda: pd.read_csv(self.folder("data") / "dataset" / "items.csv", dtype=str, keep_default_na=False)
+    return self.once("items", read)
 
+# %% ../nbs/13b_stages.ipynb #4f7ab1e5
 @patch
 def vectors(self: Run) -> np.ndarray:
     "The items' unit vectors, float32 `[n_items, d_enc]`."
@@ -366,7 +395,7 @@ def vectors(self: Run) -> np.ndarray:
 
     return load_file(self.folder("encode") / "vectors.safetensors")["vectors"]
 
-
+# %% ../nbs/13b_stages.ipynb #cf6eb32f
 @patch
 def sids(self: Run, arm: str | None = None):
     "The run's `SemanticIds`; for an `arm` with shuffled ones, those."
@@ -375,7 +404,7 @@ def sids(self: Run, arm: str | None = None):
     sids = SemanticIds.load(self.folder("semantic_ids"))
     return sids.permuted(self.config.seed) if arm and self.config.arms[arm].shuffled_sids else sids
 
-# %% ../nbs/13b_stages.ipynb #4c168031
+# %% ../nbs/13b_stages.ipynb #3ed4a5be
 @patch
 def base(self: Run):
     "A fresh copy of the base language model, in 4 bits for qlora, and its tokenizer."
@@ -384,7 +413,7 @@ def base(self: Run):
     config = self.config
     return load_base(config.language_model, config.device, config.dtype, four_bit=config.sft_mode == "qlora")
 
-
+# %% ../nbs/13b_stages.ipynb #98a06ced
 @patch
 def history(self: Run, stage: str) -> pd.DataFrame:
     "The training history of a stage that trains."
@@ -404,17 +433,17 @@ def _first_stages() -> list[Stage]:
 @patch
 def graded(self: Run):
     "The `GradedRetrieval` of a run with that protocol, with the queries that are evaluated; else None. Made once."
+    return self.once("graded", lambda: _graded(self)) if self.config.protocol == "graded" else None
+
+
+def _graded(run: Run):
     from gti_nb.paper import GradedRetrieval, graded_retrieval
 
-    if self.config.protocol != "graded":
-        return None
-    def make():
-        task = graded_retrieval(self.dataset(), self.config.graded_pool)
-        queries = _sample(task.queries, self.config.eval_users, self.config.seed)
-        return GradedRetrieval(queries, task.pools[task.pools.query_id.isin(queries.query_id)], task.train, task.asked)
-    return self.once("graded", make)
+    task = graded_retrieval(run.dataset(), run.config.graded_pool)
+    queries = _sample(task.queries, run.config.eval_users, run.config.seed)
+    return GradedRetrieval(queries, task.pools[task.pools.query_id.isin(queries.query_id)], task.train, task.asked)
 
-
+# %% ../nbs/13b_stages.ipynb #3b1148c1
 def _sample(rows: pd.DataFrame, n: int, seed: int) -> pd.DataFrame:
     "`n` of `rows`, drawn by the seed, in their order; all of them if `n` is 0."
     if n and n < len(rows):
@@ -428,14 +457,14 @@ def splits(self: Run) -> Splits:
     task = self.graded()
     return self.once("splits", lambda: leave_one_out(self.dataset()) if task is None else _graded_splits(task))
 
-
+# %% ../nbs/13b_stages.ipynb #5f451b19
 def _graded_splits(task) -> Splits:
     long = {user: items for user, items in task.train.items() if len(items) > 2}
     valid = pd.DataFrame([(user, items[:-1], items[-1]) for user, items in long.items()], columns=["user_id", "history", "target"])
     train = task.train | {user: items[:-1] for user, items in long.items()}
     return Splits(train, valid, task.queries.rename(columns={"query_id": "user_id"}))
 
-
+# %% ../nbs/13b_stages.ipynb #4e33ebf1
 @patch
 def test_users(self: Run) -> pd.DataFrame:
     """The test rows that are evaluated, the same for every arm: all, or `eval_users` drawn by the seed. user_id, history, and target,
@@ -451,16 +480,16 @@ def rows(self: Run, arm: str, moment: str):
     folder = self.folder(f"{moment}-{arm}")
     return NewRows.load(folder / "model" / "rows.safetensors" if moment == "sft" else folder / "rows.safetensors")
 
-
+# %% ../nbs/13b_stages.ipynb #5c421485
 def _init(arm: str):
     def work(run: Run, folder: Path) -> dict:
         from gti_nb.geometry import geometry_report
         from gti_nb.initializers import extend
         from gti_nb.vocabulary import NewRows, vocabulary_table
 
-        model, tokenizer = run.base()
-        lm = extend(model, tokenizer, run.sids(arm), run.dataset().items, run.config.arms[arm].initializer, run.config.seed,
-                    run.config.arms[arm].match_norm)
+        settings = run.config.arms[arm]
+        find_initializer(settings.initializer)  # enters one of the user's own
+        lm = extend(*run.base(), run.sids(arm), run.items(), settings.initializer, run.config.seed, settings.match_norm)
         NewRows.of(lm, run.config.language_model).save(folder / "rows.safetensors")
         return {**vocabulary_table(lm).value.to_dict(), **geometry_report(lm.new_rows.detach(), lm.base_rows)}
     return work
@@ -471,7 +500,7 @@ _MODEL = ("seed", "device", "language_model", "dtype", "sft_mode")
 _TRAINING = (*_MODEL, "micro_batch_size")
 _PROTOCOL = ("protocol", "graded_pool", "eval_users")
 
-
+# %% ../nbs/13b_stages.ipynb #1012c7cc
 def _read_by(prefixes: tuple) -> tuple:
     return tuple(name for name in RunConfig.model_fields if name.startswith(prefixes))
 
@@ -490,13 +519,13 @@ def training(self: Run, prefix: str, steps: int, **others):
     own = {name: getattr(config, f"{prefix}_{name}") for name in ("batch_size", "learning_rate", "weight_decay")}
     return TrainConfig(steps=steps, **own, **{name: getattr(config, name) for name in same}, **others)
 
-
+# %% ../nbs/13b_stages.ipynb #78838464
 @patch
 def pairs(self: Run, arm: str, tokenizer) -> tuple:
     "D_ground: the pairs that grounding learns from, and those that it is probed with."
     from gti_nb.prompts import grounding_examples
 
-    config, items, sids = self.config, self.dataset().items, self.sids(arm)
+    config, items, sids = self.config, self.items(), self.sids(arm)
     probed = items[::max(1, len(items) // config.grounding_probe_items)]
     taught = items.drop(probed.index) if config.grounding_held_out else items
     return tuple(grounding_examples(tokenizer, part, sids, config.grounding_directions, config.grounding_templates)
@@ -506,7 +535,6 @@ def pairs(self: Run, arm: str, tokenizer) -> tuple:
 def _ground(arm: str):
     def work(run: Run, folder: Path) -> dict:
         from gti_nb.grounding import ground, grounding_accuracy, probes
-        from gti_nb.training import steps_of
         from gti_nb.vocabulary import NewRows
 
         config, sids = run.config, run.sids(arm)
@@ -540,26 +568,25 @@ def examples(self: Run, arm: str, tokenizer):
     from gti_nb.tasks import mixture
 
     config = self.config
-    mix = mixture(tokenizer, self.dataset().items, self.sids(arm), self.splits().train, task_settings(config, arm), config.max_history,
-                  config.seed)
+    mix = mixture(tokenizer, self.items(), self.sids(arm), self.splits().train, task_settings(config, arm), config.max_history, config.seed)
     if config.protocol != "graded":
         return mix.examples, mix.counts
     queries = QueryExamples(tokenizer, self.sids(arm), self.graded().asked, max_history=config.max_history)
     return ConcatDataset([mix.examples, queries]), pd.concat([mix.counts, pd.DataFrame({"task": ["query"], "used": [len(queries)]})])
 
-
+# %% ../nbs/13b_stages.ipynb #d0396406
 @patch
 def writer(self: Run, arm: str, tokenizer):
     "The `Writer` of the questions for the next item, in the arm's wordings."
     from gti_nb.tasks import TaskSettings, Writer
 
     tasks = {"next_item": task_settings(self.config, arm).get("next_item", TaskSettings())}
-    return Writer(tokenizer, self.dataset().items, self.sids(arm), tasks, self.config.max_history)
+    return Writer(tokenizer, self.items(), self.sids(arm), tasks, self.config.max_history)
 
 # %% ../nbs/13b_stages.ipynb #045015df
 def _extra_steps(run: Run, arm: str, tokenizer, examples) -> int:
     "How many steps on `examples` have as many tokens as grounding (and what `align_steps` adds to it)."
-    from gti_nb.training import batch_indices, steps_of
+    from gti_nb.training import batch_indices
 
     config, pairs = run.config, run.pairs(arm, tokenizer)[0]
     size, seed = config.grounding_batch_size, config.seed
@@ -569,23 +596,27 @@ def _extra_steps(run: Run, arm: str, tokenizer, examples) -> int:
     return round(tokens / (config.sft_batch_size * np.mean([len(examples[i]) for i in drawn])))
 
 # %% ../nbs/13b_stages.ipynb #f728dbb1
-def _listener(run: Run, arm: str, lm, folder: Path, steps: int):
-    "An observer for `fit` that asks `lm` two questions now and then, prints what it says and keeps it in said.json."
+def _questions(run: Run, arm: str, tokenizer) -> tuple:
+    "The prompts of a next item, for the first user, and of a title; and the SID whose title is asked for."
     from gti_nb.prompts import SID_TO_TEXT, render
+
+    sid, users = run.sids(arm).sid(run.items().item_id.iloc[0]), run.splits().valid.head(1)
+    next_item = [run.writer(arm, tokenizer).ask("next_item", history) for history in users.history]
+    return [p.prompt_ids for p in [*next_item, render(tokenizer, SID_TO_TEXT["title"][0].format(sid=sid))]], sid
+
+# %% ../nbs/13b_stages.ipynb #9751a5d4
+def _listener(run: Run, arm: str, lm, folder: Path, steps: int):
+    "An observer for `fit` that asks `lm` the questions now and then, prints what it says and keeps it in said.json."
     from gti_nb.training import say, spread_steps
 
-    sids, chosen, path, writer = run.sids(arm), spread_steps(steps, 2), folder / "said.json", run.writer(arm, lm.tokenizer)
-    item = run.dataset().items.item_id.iloc[0]
-    prompts = [writer.ask("next_item", row.history) for row in run.splits().valid.head(1).itertuples()]
-    prompts.append(render(lm.tokenizer, SID_TO_TEXT["title"][0].format(sid=sids.sid(item))))
+    (prompts, sid), chosen, path = _questions(run, arm, lm.tokenizer), spread_steps(steps, 2), folder / "said.json"
 
     def observe(step):
         if step in chosen:
-            answers = say(lm, [p.prompt_ids for p in prompts], 12)
-            said = [row for row in (read_json(path) if path.exists() else []) if row["step"] < step]
-            write_json(path, [*said, *({"step": step, "prompt": lm.tokenizer.decode(p.prompt_ids), "answer": answer}
-                                       for p, answer in zip(prompts, answers))])
-            print(f"sft-{arm}, step {step}: next item {answers[0]!r}; title of {sids.sid(item)}: {answers[-1]!r}", flush=True)
+            answers, said = say(lm, prompts, 12), read_json(path) if path.exists() else []
+            now = [{"step": step, "prompt": lm.tokenizer.decode(p), "answer": answer} for p, answer in zip(prompts, answers)]
+            write_json(path, [row for row in said if row["step"] < step] + now)
+            print(f"sft-{arm}, step {step}: next item {answers[0]!r}; title of {sid}: {answers[-1]!r}", flush=True)
     return observe
 
 # %% ../nbs/13b_stages.ipynb #91445b58
@@ -599,22 +630,35 @@ def _validation(run: Run, arm: str, tokenizer):
     return [writer.write("next_item", row.history, row.target) for row in users.itertuples()]
 
 # %% ../nbs/13b_stages.ipynb #1c384e70
+def _align(run: Run, arm: str, lm, folder: Path, settings):
+    "Train everything on the grounding pairs, if the run has steps for that."
+    from gti_nb.sft import finetune
+
+    config = run.config
+    if run.config.arms[arm].grounding and config.align_steps != 0:
+        pairs, size = run.pairs(arm, lm.tokenizer)[0], config.grounding_batch_size
+        how = run.training("sft", steps_of(config.align_steps, len(pairs), size)).model_copy(update={"batch_size": size})
+        finetune(lm, pairs, how, folder / "align", f"align-{arm}", settings)
+
+# %% ../nbs/13b_stages.ipynb #0c2eac80
+def _sft_settings(config: RunConfig):
+    "The `SFTSettings` of a run."
+    from gti_nb.sft import SFTSettings
+
+    return SFTSettings(mode=config.sft_mode, train_base_rows=config.sft_base_rows, r=config.lora_r, alpha=config.lora_alpha,
+                       dropout=config.lora_dropout, rows_lr_scale=config.sft_rows_lr_scale)
+
+# %% ../nbs/13b_stages.ipynb #ca2661e3
 def _sft(arm: str):
     def work(run: Run, folder: Path) -> dict:
-        from gti_nb.sft import SFTSettings, finetune, save_model
-        from gti_nb.training import steps_of
+        from gti_nb.sft import finetune, save_model
 
-        config, chosen = run.config, run.config.arms[arm]
+        config, chosen, settings = run.config, run.config.arms[arm], _sft_settings(run.config)
         lm = run.rows(arm, "ground" if chosen.grounding else "init").apply(*run.base())
-        settings = SFTSettings(mode=config.sft_mode, train_base_rows=config.sft_base_rows, r=config.lora_r, alpha=config.lora_alpha,
-                               dropout=config.lora_dropout, rows_lr_scale=config.sft_rows_lr_scale)
         examples, counts = run.examples(arm, lm.tokenizer)
         if _place()[0] == 0:
             print(counts.to_string(index=False), flush=True)
-        if chosen.grounding and config.align_steps != 0:
-            pairs = run.pairs(arm, lm.tokenizer)[0]
-            finetune(lm, pairs, run.training("sft", steps_of(config.align_steps, len(pairs), config.grounding_batch_size)).model_copy(
-                update={"batch_size": config.grounding_batch_size}), folder / "align", f"align-{arm}", settings)
+        _align(run, arm, lm, folder, settings)
         extra = _extra_steps(run, arm, lm.tokenizer, examples) if chosen.equal_compute else 0
         steps = steps_of(config.sft_steps, len(examples), config.sft_batch_size) + extra
         how = run.training("sft", steps, validate_every=config.sft_validate_every, gradient_checkpointing=config.gradient_checkpointing)
@@ -644,7 +688,7 @@ def model(self: Run, arm: str):
 
     return load_model(self.folder(f"sft-{arm}") / "model", *self.base())
 
-
+# %% ../nbs/13b_stages.ipynb #44d034d4
 def _next_items(run: Run, arm: str, lm, users: pd.DataFrame, wording: int) -> pd.DataFrame:
     "What `lm` predicts for `users`, asked in one of the wordings: user_id, rank, item_id, score."
     from gti_nb.decoding import beam_search
@@ -706,7 +750,7 @@ def _user_metrics(run: Run, predictions: pd.DataFrame) -> pd.DataFrame:
     lists = predictions[predictions["rank"] > 0].sort_values("rank").groupby("user_id").item_id.agg(list)
     return graded_metrics([lists.get(query, []) for query in task.queries.query_id], task, run.config.ks).rename_axis("user_id")
 
-
+# %% ../nbs/13b_stages.ipynb #ccc3ad6f
 def _save_predictions(run: Run, folder: Path, tables: list) -> dict:
     """Write the predictions of each wording (prompt, user_id, rank, item_id, score) and the metrics of each user; return their means, over
     wordings too."""
@@ -732,31 +776,35 @@ def _evaluate(arm: str):
         return _save_predictions(run, folder, tables) if _place()[0] == 0 else {}
     return work
 
-
+# %% ../nbs/13b_stages.ipynb #e441e8e2
 def _evaluate_stage(arm: str) -> Stage:
     reads = (*_TRAINING, *_PROTOCOL, "max_history", "mixtures", "eval_prompts", "beams", "ks", "drop_seen")
     return Stage(f"evaluate-{arm}", _evaluate(arm), (*_ITEMS, f"sft-{arm}"), reads, arm, shared=True)
 
 # %% ../nbs/13b_stages.ipynb #fa8ad22f
+def _floor_lists(run: Run, kind: str, depth: int) -> list:
+    "For each test user, the items that the floor `kind` recommends, at most `depth`."
+    from gti_nb.evaluation import history_vectors, nearest_items, popularity, random_ranking, repeat_last
+
+    items, histories, rng = run.items().item_id.tolist(), run.test_users().history.tolist(), np.random.default_rng(run.config.seed)
+    if kind == "popularity":
+        return [popularity(run.splits().train, depth)] * len(histories)
+    if kind == "random":
+        return [random_ranking(items, depth, rng) for _ in histories]
+    if kind == "repeat_last":
+        return [repeat_last(history, depth) for history in histories]
+    return nearest_items(history_vectors(histories, items, run.vectors()), items, run.vectors(), depth)
+
+# %% ../nbs/13b_stages.ipynb #9e1daeea
 def _floor(kind: str):
     def work(run: Run, folder: Path) -> dict:
-        from gti_nb.evaluation import history_vectors, nearest_items, popularity, predictions_table, random_ranking, repeat_last
+        from gti_nb.evaluation import predictions_table
 
-        items, users, rng = run.dataset().items.item_id.tolist(), run.test_users(), np.random.default_rng(run.config.seed)
-        depth = run.config.beams if run.config.protocol == "leave_one_out" else len(items)
-        if kind == "popularity":
-            lists = [popularity(run.splits().train, depth)] * len(users)
-        elif kind == "random":
-            lists = [random_ranking(items, depth, rng) for _ in range(len(users))]
-        elif kind == "repeat_last":
-            lists = [repeat_last(history, depth) for history in users.history]
-        else:
-            vectors = run.vectors()
-            lists = nearest_items(history_vectors(users.history.tolist(), items, vectors), items, vectors, depth)
-        return _save_predictions(run, folder, [predictions_table(users.user_id.tolist(), lists)])
+        depth = run.config.beams if run.config.protocol == "leave_one_out" else len(run.items())
+        return _save_predictions(run, folder, [predictions_table(run.test_users().user_id.tolist(), _floor_lists(run, kind, depth))])
     return work
 
-
+# %% ../nbs/13b_stages.ipynb #abb1dfed
 def _floor_stage(kind: str) -> Stage:
     uses = ("data", "encode") if kind == "nearest" else ("data",)
     return Stage(f"evaluate-{kind}", _floor(kind), uses, ("seed", *_PROTOCOL, "beams", "ks", "drop_seen"))
@@ -768,7 +816,7 @@ def moments(self: Run) -> list:
     return [(arm, moment) for arm, settings in self.config.arms.items()
             for moment in ("init", "ground", "sft") if moment != "ground" or settings.grounding]
 
-
+# %% ../nbs/13b_stages.ipynb #4289fdf4
 def _geometry(run: Run, folder: Path) -> dict:
     from gti_nb.geometry import geometry_report, rsa
     from gti_nb.rqvae import RQVAE
@@ -781,7 +829,7 @@ def _geometry(run: Run, folder: Path) -> dict:
     return {f"{arm}, {moment}": geometry_report(rows, base) | structure(rows[:len(flat)])
             for arm, moment in run.moments() for rows in [run.rows(arm, moment).rows]}
 
-# %% ../nbs/13b_stages.ipynb #51bb5403
+# %% ../nbs/13b_stages.ipynb #c6ba3f53
 @patch
 def per_user(self: Run) -> dict:
     "Of every arm and floor, the metrics of each test user: a list of tables by user_id, one a wording."
@@ -790,7 +838,7 @@ def per_user(self: Run) -> dict:
     return {arm: [part.drop(columns="prompt").set_index("user_id") for _, part in table.groupby("prompt")]
             for arm, table in tables.items()}
 
-
+# %% ../nbs/13b_stages.ipynb #83e97c2d
 def _comparison(run: Run, folder: Path) -> dict:
     from gti_nb.evaluation import compare, summarize
 

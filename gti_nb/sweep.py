@@ -19,7 +19,7 @@ import pandas as pd
 
 from .config import RunConfig, make_config, preflight
 from .core import UserError, atomic_path, content_hash, read_json, write_json
-from .pipeline import run_pipeline, write_page
+from .pipeline import PLOTLY, run_pipeline, write_page
 from .stages import Run, hold
 
 # %% ../nbs/13e_sweep.ipynb #fe0090e9
@@ -32,7 +32,7 @@ class Point:
     values: dict
     config: RunConfig
 
-
+# %% ../nbs/13e_sweep.ipynb #7732cd65
 def _word(value) -> str:
     "`value` in characters that a folder's name can have, with four digits of its hash if it had others or was too long."
     text = str(value) if isinstance(value, (str, int, float)) else json.dumps(value, sort_keys=True)
@@ -40,45 +40,52 @@ def _word(value) -> str:
     return short if short == text else f"{short}-{content_hash(text)[:4]}"
 
 # %% ../nbs/13e_sweep.ipynb #fe5ac34b
-def sweep_points(config: RunConfig, grid: dict, seeds, folder) -> list[Point]:
-    """The points of a sweep: every combination of the `grid`'s values (parameter -> list) with every one of `seeds`, in `folder`.
+def _point(config: RunConfig, chosen: dict, seed: int, folder) -> Point:
+    "The point of the `chosen` values and a seed. Raises `UserError` that says what is wrong at which point."
+    setting = ",".join(f"{name}={_word(value)}" for name, value in chosen.items())
+    name = ",".join(filter(None, [setting, f"seed={seed}"]))
+    values = config.model_dump(mode="json") | chosen | {"seed": seed, "run_dir": str(Path(folder) / name)}
+    return Point(name, setting or "as configured", chosen, make_config(values, f"point {name}"))
 
-    Raises `UserError` for a parameter that doesn't exist, a value that it can't have, or one that is given twice."""
+# %% ../nbs/13e_sweep.ipynb #de6fafa0
+def _check_grid(grid: dict, seeds):
     for name, why in (("seed", "give its values as seeds"), ("run_dir", "a sweep names the folders itself")):
         if name in grid:
             raise UserError(f"{name} can't be in the grid: {why}")
     if not seeds or not all(grid.values()):
         raise UserError("a sweep needs at least one seed, and at least one value for each parameter of the grid")
-    points = []
-    for values in itertools.product(*grid.values()):
-        chosen = dict(zip(grid, values))
-        setting = ",".join(f"{name}={_word(value)}" for name, value in chosen.items())
-        for seed in seeds:
-            name = ",".join(filter(None, [setting, f"seed={seed}"]))
-            own = chosen | {"seed": seed, "run_dir": str(Path(folder) / name)}
-            points.append(Point(name, setting or "as configured", chosen, make_config(config.model_dump(mode="json") | own, f"point {name}")))
+
+# %% ../nbs/13e_sweep.ipynb #bf8ace9d
+def sweep_points(config: RunConfig, grid: dict, seeds, folder) -> list[Point]:
+    """The points of a sweep: every combination of the `grid`'s values (parameter -> list) with every one of `seeds`, in `folder`.
+
+    Raises `UserError` for a parameter that doesn't exist, a value that it can't have, or one that is given twice."""
+    _check_grid(grid, seeds)
+    points = [_point(config, dict(zip(grid, values)), seed, folder) for values in itertools.product(*grid.values()) for seed in seeds]
     if len({point.name for point in points}) < len(points):
         raise UserError("the grid or the seeds hold a value twice: give each once")
     return points
 
 # %% ../nbs/13e_sweep.ipynb #5136fc7c
+def _check_folder(point: Point):
+    "Raise `UserError` if the point's folder holds a run with other parameters."
+    path, new = Path(point.config.run_dir) / "config.json", point.config.model_dump(mode="json")
+    there = read_json(path) if path.exists() else {}
+    if changed := [name for name in there if name != "run_dir" and there[name] != new.get(name)]:
+        raise UserError(f"{path.parent} holds a run with another {', '.join(changed)}: give another folder, so that it isn't overwritten")
+
+# %% ../nbs/13e_sweep.ipynb #9db801fd
 def check_points(points: list[Point]):
     "Raise `UserError` if a point couldn't start, or if its folder holds a run with other parameters."
     seen = set()
     for point in points:
-        before = point.config.model_copy(update={"run_dir": "", "seed": 0})
         try:
-            if (key := content_hash(before.model_dump(mode="json"))) not in seen:
+            if (like := content_hash(point.config.model_dump(mode="json", exclude={"seed", "run_dir"}))) not in seen:
                 preflight(point.config)
-            seen.add(key)
+            seen.add(like)
+            _check_folder(point)
         except UserError as error:
             raise UserError(f"point {point.name}: {error}") from None
-        path = Path(point.config.run_dir) / "config.json"
-        there = read_json(path) if path.exists() else {}
-        new = point.config.model_dump(mode="json")
-        if changed := [name for name in there if name != "run_dir" and there[name] != new.get(name)]:
-            raise UserError(f"point {point.name}: {path.parent} holds a run with another {', '.join(changed)}: give another folder, so "
-                            f"that it isn't overwritten")
 
 # %% ../nbs/13e_sweep.ipynb #1a3bebed
 def _link(source, target):
@@ -89,6 +96,13 @@ def _link(source, target):
         shutil.copy2(source, target)
 
 # %% ../nbs/13e_sweep.ipynb #5ec55e3d
+def _take_over(run: Run, name: str, other: Run):
+    "Put the stage `name` of the run `other` into `run`, and say in its DONE.json where it's from."
+    with atomic_path(run.folder(name)) as temporary:
+        shutil.copytree(other.folder(name), temporary, copy_function=_link)
+        write_json(temporary / "DONE.json", read_json(temporary / "DONE.json") | {"taken_from": str(other.path)})
+
+# %% ../nbs/13e_sweep.ipynb #4d39e999
 def reuse_stages(run: Run, others: list[Run]) -> list[str]:
     """Take over every stage of `run` that isn't begun and that one of `others` has done with the same fingerprint; return their names.
 
@@ -97,12 +111,9 @@ def reuse_stages(run: Run, others: list[Run]) -> list[str]:
     with hold(run.path):
         for name in run.stages:
             same = (o for o in others if name in o.stages and o.is_done(name) and o.fingerprint(name) == run.fingerprint(name))
-            if run.folder(name).exists() or (other := next(same, None)) is None:
-                continue
-            with atomic_path(run.folder(name)) as temporary:
-                shutil.copytree(other.folder(name), temporary, copy_function=_link)
-                write_json(temporary / "DONE.json", read_json(temporary / "DONE.json") | {"taken_from": str(other.path)})
-            taken.append(name)
+            if not run.folder(name).exists() and (other := next(same, None)):
+                _take_over(run, name, other)
+                taken.append(name)
     return taken
 
 # %% ../nbs/13e_sweep.ipynb #df835df4
@@ -129,15 +140,20 @@ def combine_seeds(runs: dict) -> tuple:
     the first) of each setting, with the column `setting` in front."""
     from gti_nb.evaluation import compare_seeds, summarize_seeds
 
-    summaries, differences = [], []
+    summaries, differences = {}, {}
     for setting, several in runs.items():
         config, tables = several[0].config, [run.per_user() for run in several]
-        summaries.append(summarize_seeds(tables, config.n_bootstrap).assign(setting=setting))
+        summaries[setting] = summarize_seeds(tables, config.n_bootstrap)
         if len(config.arms) > 1:
             arms = [{arm: table[arm] for arm in config.arms} for table in tables]
-            differences.append(compare_seeds(arms, next(iter(config.arms)), config.n_bootstrap).assign(setting=setting))
-    in_front = lambda parts: pd.concat([part[["setting", *part.columns[:-1]]] for part in parts], ignore_index=True)
-    return tuple(in_front(parts) if parts else pd.DataFrame(columns=["setting"]) for parts in (summaries, differences))
+            differences[setting] = compare_seeds(arms, next(iter(config.arms)), config.n_bootstrap)
+    return _together(summaries), _together(differences)
+
+# %% ../nbs/13e_sweep.ipynb #0b15ce95
+def _together(tables: dict) -> pd.DataFrame:
+    "Tables by setting as one, with a column `setting` in front; an empty one of none."
+    parts = [part.assign(setting=setting) for setting, part in tables.items()]
+    return pd.concat([part[["setting", *part.columns[:-1]]] for part in parts], ignore_index=True) if parts else pd.DataFrame(columns=["setting"])
 
 # %% ../nbs/13e_sweep.ipynb #6fb886bb
 def _run_point(point: Point, others: list, run) -> str | None:
@@ -147,14 +163,10 @@ def _run_point(point: Point, others: list, run) -> str | None:
         if taken := reuse_stages(Run(point.config), others):
             print(f"taken over from earlier points: {', '.join(taken)}", flush=True)
         run(point.config)
-    except UserError as error:
-        reason = str(error)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        return None
-    print(f"{point.name} failed: {reason}", flush=True)
-    return reason
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        print(f"{point.name} failed: {reason}", flush=True)
+        return reason
 
 # %% ../nbs/13e_sweep.ipynb #dd1da82d
 def _write_points(folder: Path, points: list, finished: list, failed: dict) -> pd.DataFrame:
@@ -165,7 +177,7 @@ def _write_points(folder: Path, points: list, finished: list, failed: dict) -> p
     _write_table(table, folder / "points.csv")
     return table
 
-
+# %% ../nbs/13e_sweep.ipynb #892844b2
 def _write_table(table: pd.DataFrame, path: Path):
     with atomic_path(path) as temporary:
         table.to_csv(temporary, index=False)
@@ -212,7 +224,7 @@ def _flat(value: dict, before: str = "") -> dict:
         found |= _flat(inner, f"{before}{name}.") if isinstance(inner, dict) and inner else {f"{before}{name}": str(inner)}
     return found
 
-
+# %% ../nbs/13e_sweep.ipynb #165803d2
 def _differing(values: dict) -> pd.DataFrame:
     "Of `values`, run -> dict, the names under which not all runs have the same: a row a name, a column a run."
     table = pd.DataFrame({run: _flat(one) for run, one in values.items()}).fillna("")
@@ -234,7 +246,7 @@ def _side_by_side(tables: dict, first: str) -> pd.DataFrame:
     order = list(dict.fromkeys(key[-1] for key in together.index))
     return together.swaplevel().rename_axis([first, "run"]).loc[order]
 
-
+# %% ../nbs/13e_sweep.ipynb #f4fbea75
 def _records(runs: list[Run]) -> dict:
     "Name -> metrics.json of finished runs. Raises `UserError` for a run that isn't finished."
     for run in runs:
@@ -245,10 +257,17 @@ def _records(runs: list[Run]) -> dict:
 # %% ../nbs/13e_sweep.ipynb #153959ad
 def _times(records: dict) -> pd.DataFrame:
     "Seconds of each stage, a column a run, with their sum and the largest memory under them."
-    stages = {name: pd.DataFrame(record["stages"]).T for name, record in records.items()}
-    times = pd.DataFrame({name: table.seconds.astype(float) for name, table in stages.items()})
-    times.loc["all stages"], times.loc["peak memory, GB"] = times.sum(), [t.peak_memory_gb.astype(float).max() for t in stages.values()]
+    stages = {name: pd.DataFrame(record["stages"]).T[["seconds", "peak_memory_gb"]].astype(float) for name, record in records.items()}
+    times = pd.DataFrame({name: table.seconds for name, table in stages.items()})
+    times.loc["all stages"], times.loc["peak memory, GB"] = times.sum(), [table.peak_memory_gb.max() for table in stages.values()]
     return times
+
+# %% ../nbs/13e_sweep.ipynb #a88a3f9c
+def _paired(results: dict) -> pd.DataFrame:
+    "The paired differences of several runs, name -> what the stage comparison measured."
+    table = pd.concat([pd.DataFrame(r["paired_differences"]).assign(run=name) for name, r in results.items()], ignore_index=True)
+    numbers = [name for name in table if name not in ("arm", "against", "metric", "run")]
+    return table.astype(dict.fromkeys(numbers, float)).round(4)
 
 # %% ../nbs/13e_sweep.ipynb #c4e593db
 def comparison_tables(runs: list[Run]) -> dict:
@@ -257,19 +276,24 @@ def comparison_tables(runs: list[Run]) -> dict:
 
     records = _records(runs)
     results = {name: record["metrics"]["comparison"] for name, record in records.items()}
-    differences = pd.concat([pd.DataFrame(r["paired_differences"]).assign(run=n) for n, r in results.items()], ignore_index=True)
-    numbers = [name for name in differences if name not in ("arm", "against", "metric", "run")]
-    differences[numbers] = differences[numbers].astype(float).round(4)  # what JSON calls null is NaN
     return {
         "Parameters that differ": _differing({name: record["config"] | {"run_dir": ""} for name, record in records.items()}),
         "Metrics": _side_by_side({n: metrics_table(pd.DataFrame(r["summary"])) for n, r in results.items()}, "arm"),
-        "Paired differences to the run's first arm": differences,
+        "Paired differences to the run's first arm": _paired(results),
         "Geometry": _side_by_side({n: pd.DataFrame(r["metrics"]["geometry"]).T for n, r in records.items()}, "arm, moment").round(3),
         "Seconds": _times(records),
         "Where they were made: what differs": _differing({name: record["provenance"] for name, record in records.items()}),
     }
 
 # %% ../nbs/13e_sweep.ipynb #00a10270
+def _middle_metrics(metrics) -> list:
+    "Of names such as recall@5, for each of the first three kinds the one in the middle."
+    kinds = {}
+    for name in dict.fromkeys(metrics):
+        kinds.setdefault(name.partition("@")[0], []).append(name)
+    return [names[len(names) // 2] for names in list(kinds.values())[:3]]
+
+# %% ../nbs/13e_sweep.ipynb #24b758b8
 def comparison_figure(runs: list[Run]):
     "A plotly figure: of each kind of metric at its middle cut-off, the mean and interval of every arm in every run."
     from plotly.subplots import make_subplots
@@ -277,31 +301,32 @@ def comparison_figure(runs: list[Run]):
     from gti_nb.core import COLORS
 
     names, tables = _run_names(runs), [pd.DataFrame(run.metrics("comparison")["summary"]) for run in runs]
-    kinds = list(dict.fromkeys(metric.partition("@")[0] for metric in tables[0].metric))[:3]
-    cuts = {kind: [m for m in tables[0].metric.unique() if m.startswith(f"{kind}@")] for kind in kinds}
-    chosen = [found[len(found) // 2] for found in cuts.values()]
+    chosen = _middle_metrics(tables[0].metric)
     fig = make_subplots(1, len(chosen), subplot_titles=chosen, shared_yaxes=True, horizontal_spacing=0.04)
-    looks = itertools.cycle(zip(COLORS, ("circle", "diamond", "square", "triangle-up", "x", "cross")))  # told apart in grey, too
-    for name, table, (color, symbol) in zip(names, tables, looks):
+    looks = itertools.cycle(zip(COLORS, ("circle", "diamond", "square", "triangle-up", "x", "cross")))
+    for name, table, look in zip(names, tables, looks):
         for column, metric in enumerate(chosen, 1):
-            rows = table[table.metric == metric]
-            bars = dict(array=rows.high - rows["mean"], arrayminus=rows["mean"] - rows.low, thickness=1.5, width=0)
-            fig.add_scatter(x=rows["mean"], y=rows.arm, error_x=bars, mode="markers", orientation="h", name=name, legendgroup=name, row=1, col=column,
-                            showlegend=column == 1, marker=dict(color=color, symbol=symbol), error_x_color=color)
+            fig.add_scatter(**_intervals(table[table.metric == metric], *look), name=name, legendgroup=name, showlegend=column == 1,
+                            row=1, col=column)
     return fig.update_layout(scattermode="group", legend_orientation="h", legend_y=-0.15).update_yaxes(autorange="reversed")
+
+# %% ../nbs/13e_sweep.ipynb #e13bc430
+def _intervals(rows: pd.DataFrame, color: str, symbol: str) -> dict:
+    "The points of some `rows` of a summary, one an arm, for plotly."
+    bars = dict(array=rows.high - rows["mean"], arrayminus=rows["mean"] - rows.low, thickness=1.5, width=0, color=color)
+    return dict(x=rows["mean"], y=rows.arm, error_x=bars, mode="markers", orientation="h", marker=dict(color=color, symbol=symbol))
 
 # %% ../nbs/13e_sweep.ipynb #bd030859
 def _page(heading: str, tables: dict, figure):
     "A notebook (nbformat's node) with a heading, the `tables`, and the `figure` under that of metrics."
-    import nbformat
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-    cells, drawn = [new_markdown_cell(heading)], {"application/vnd.plotly.v1+json": json.loads(figure.to_json())}
+    cells, drawn = [new_markdown_cell(heading)], {PLOTLY: json.loads(figure.to_json())}
     for title, table in tables.items():
         shown = {"text/html": table.to_html(na_rep="", index=not isinstance(table.index, pd.RangeIndex)) if len(table) else "<p>none</p>"}
         outputs = [new_output("display_data", data) for data in ([shown, drawn] if title == "Metrics" else [shown])]
         cells += [new_markdown_cell(f"## {title}"), new_code_cell(outputs=outputs)]
-    return nbformat.from_dict(new_notebook(cells=cells))
+    return new_notebook(cells=cells)
 
 # %% ../nbs/13e_sweep.ipynb #ef1ac07b
 def compare_runs(runs: list[Run], path=None, first: dict | None = None) -> dict:

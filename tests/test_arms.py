@@ -80,6 +80,12 @@ def test_shuffled_sids_deal_the_same_sids_to_other_items(arms):
     assert (plain.codes != shuffled.codes).any(1).mean() > 0.8
 
 
+def test_items_are_read_without_the_interactions(arms, monkeypatch):
+    run = Run(arms.config)
+    monkeypatch.setattr("gti_nb.stages.load_dataset", None)
+    assert run.items().equals(arms.dataset().items) and len(run.items()) == 30
+
+
 def test_the_model_is_heard(arms):
     said = read_json(arms.folder("sft-gti") / "said.json")
     assert sorted({row["step"] for row in said}) == [0, 2, 3] and all(row["prompt"] and "answer" in row for row in said)

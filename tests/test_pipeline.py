@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import nbformat
 import pandas as pd
@@ -20,8 +21,8 @@ from gti_nb.cli import main
 from gti_nb.core import UserError, read_json
 from gti_nb.data import leave_one_out, load_dataset
 from gti_nb.explore import open_run
-from gti_nb.config import FLOORS, RunConfig, load_config, make_config, preflight
-from gti_nb.pipeline import run_pipeline
+from gti_nb.config import FLOORS, RunConfig, described, find_initializer, load_config, make_config, preflight
+from gti_nb.pipeline import run_pipeline, write_report
 from gti_nb.stages import Run, run_stage
 
 SMOKE = ROOT / "configs" / "smoke.yaml"
@@ -83,13 +84,13 @@ def test_every_configuration_could_start(path):
 def test_held_out_items_are_not_taught(tmp_path):
     pairs = {}
     for held_out in (False, True):
-        values = {"run_dir": str(tmp_path / str(held_out)), "grounding_held_out": held_out, "grounding_probe_items": 20,
-                  "grounding_steps": 2, "rqvae_steps": 5}
+        values = {"run_dir": str(tmp_path / str(held_out)), "grounding_held_out": held_out, "grounding_probe_items": 10, "max_items": 30,
+                  "levels": 2, "codebook_size": 6, "grounding_steps": 2, "grounding_moments": 1, "rqvae_steps": 5}
         run = Run(make_config(values))
         for stage in ("data", "encode", "rqvae", "semantic_ids", "init-gti", "ground-gti"):
             run_stage(run, stage)
         pairs[held_out] = run.metrics("ground-gti")["pairs"]
-    assert pairs[True] == pairs[False] * 2 / 3  # every third of 60 items is probed
+    assert pairs[True] == pairs[False] * 2 / 3  # every third of 30 items is probed
 
 
 def test_the_report_needs_neither_kernel_nor_net(smoke):
@@ -99,6 +100,21 @@ def test_the_report_needs_neither_kernel_nor_net(smoke):
     places = [html.index(f'<h2 id="{section}"') for section in ("Comparison", "What-was-asked", "Provenance")]
     assert places == sorted(places) < [html.index("packages torch")]
     assert "run_stage(" not in html and "rqvae: starts" not in html
+
+
+def test_a_tag_says_what_a_report_begins_with(tmp_path):
+    "Whatever the section is called; and the report of an old notebook, which has no such tag, is in the notebook's order."
+    pages, headings = nbformat.read(NOTEBOOK, 4), {}
+    [first] = [cell for cell in pages.cells if "first" in cell.metadata.get("tags", [])]
+    assert first.source.startswith("## Comparison\n")
+    first.source = "## What came out"
+    for tags in (["first"], []):
+        first.metadata.tags = tags
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell for cell in pages.cells if cell.cell_type == "markdown"]), tmp_path / "it.ipynb")
+        write_report(tmp_path / "it.ipynb", tmp_path / "report.html")
+        headings[len(tags)] = re.findall(r'<h2 id="([^"]+)"', (tmp_path / "report.html").read_text())
+    assert headings[1] == ["What-came-out", *(heading for heading in headings[0] if heading != "What-came-out")]
+    assert len(headings[0]) == 9 and headings[0].index("What-came-out") == 7
 
 
 def test_progress_is_seen_in_the_log(smoke):
@@ -168,8 +184,26 @@ def test_parameters_cell_and_config_agree():
     for name, field in RunConfig.model_fields.items():
         default = RunConfig().model_dump(mode="json")[name]
         assert eval(cell[name]["default"]) == default, name
-        assert cell[name]["help"] == field.description, name
+        assert cell[name]["help"] == described(field), name
         assert cell[name]["inferred_type_name"] not in (None, "None"), name
+
+
+def choices(kind) -> list:
+    "The words of all fixed choices in a type."
+    return list(get_args(kind)) if get_origin(kind) is Literal else [word for part in get_args(kind) for word in choices(part)]
+
+
+def test_fixed_choices_are_all_told(capsys):
+    "A parameter with fixed choices has them in its type, and they are listed in the notebook's comments and in the help."
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if re.match(r"  [a-z_]+ ", line)}
+    fixed = {name: (described(field), words) for name, field in RunConfig.model_fields.items() if (words := choices(field.annotation))}
+    assert len(fixed) == 7 and "pattern" not in str([field.metadata for field in RunConfig.model_fields.values()])
+    for name, (says, words) in fixed.items():
+        assert len(words) > 1 and all(re.search(rf"\b{word}\b", text) for word in words for text in (says, told[name])), name
+        with pytest.raises(UserError, match=f"{words[0]}.*{words[-1]}"):
+            make_config({name: ["no such word"] if isinstance(RunConfig.model_fields[name].default, list) else "no such word"})
 
 
 def test_the_smoke_configuration_is_the_default():
@@ -195,6 +229,22 @@ BAD = {
     "too few beams": (["-p", "beams", "5"], "raise beams"),
 }
 
+# An initializer of the user's own -> what is said of it.
+MINE = """from gti_nb.initializers import mean_rows, random_rows
+def noisy(*given): return mean_rows(*given) + random_rows(*given)
+def short(*given): return noisy(*given)[1:]
+def nothing(*given): pass
+def few(rows): return rows
+word = "noisy"
+"""
+OWN = {
+    "theirs:noisy": "the module 'theirs' can't be imported (ModuleNotFoundError: No module named 'theirs')",
+    "wrong:noisy": "the module 'wrong' can't be imported (SyntaxError", "mine:loud": "loud isn't there", "mine:": " isn't there",
+    "mine:word": "word is a str, not a function", "median": "choose one of random, mean,", ":noisy": "can't be imported",
+}
+TRIED = {"mine:short": "gave (23, 64) rows", "mine:few": "few() takes 1 positional argument",
+         "mine:nothing": "mine:nothing can't start rows, as a trial shows: "}
+
 
 @pytest.fixture
 def refused(tmp_path, capfd):
@@ -212,6 +262,62 @@ def refused(tmp_path, capfd):
 def test_bad_parameters_stop_at_once(name, refused):
     (_, *pair), said = BAD[name]
     refused(said, pair)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    "A folder with a module of initializers, the current one during the test; what Python learns of it is forgotten afterwards."
+    from gti_nb import initializers
+
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "wrong.py").write_text("def noisy(:")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(initializers, "INITIALIZERS", dict(initializers.INITIALIZERS))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_a_wrong_initializer_stops_at_once(own, refused):
+    for name, said in OWN.items():
+        with pytest.raises(UserError, match=re.escape(said)):
+            find_initializer(name)
+    for name, said in {"mine:loud": "arm own: mine:loud: loud isn't there", **TRIED}.items():
+        refused(said, ("arms", f"{{own: {{initializer: '{name}'}}}}"))
+
+
+def test_an_initializer_that_is_edited_is_read_again(own):
+    assert find_initializer("mine:noisy").__name__ == "noisy"
+    (own / "mine.py").write_text("def quiet(*given): return 0\nnoisy = quiet\n")
+    assert find_initializer("mine:noisy").__name__ == "quiet"
+    assert find_initializer("gti_nb.initializers:mean_rows") is find_initializer("mean")
+    elsewhere = subprocess.run([sys.executable, "-c", "import mine"], cwd="/")  # a process that a run starts
+    assert elsewhere.returncode == 0
+
+
+def test_a_run_with_an_initializer_of_ones_own(own, capsys):
+    "The notebook's kernel, which works in another folder, finds it; a change of it does the arm again; without it a run can be read."
+    config = make_config({"run_dir": "run", "max_items": 30, "levels": 2, "codebook_size": 6, "rqvae_steps": 5,
+                          "arms": {"own": {"initializer": "mine:noisy"}}})
+    stages = ["data", "encode", "rqvae", "semantic_ids", "init-own"]
+    cells = ["from gti_nb.config import parameters_of\nfrom gti_nb.stages import Run, run_stage", "run = Run(parameters_of(globals()))",
+             f"for name in {stages}: run_stage(run, name)"]
+    kernel = {"name": "python3", "display_name": "python3", "language": "python"}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel})
+    nbformat.write(notebook, own / "short.ipynb")
+    with pytest.raises(UserError, match="the run ended early: sft-own, "):
+        run_pipeline(config, own / "short.ipynb")
+    states = lambda: [Run(config).is_done(name) for name in stages]
+    assert states() == [True] * 5 and Run(config).metrics("init-own")["rms_to_mean"] > 0
+    before = Run(config).rows("own", "init").rows
+    (own / "mine.py").write_text(MINE.replace("+ random", "- 2 * random"))
+    assert states() == [True] * 4 + [False]
+    run_stage(Run(config), "init-own")
+    assert "init-own: done again, because of a change of the initializer's module" in capsys.readouterr().out
+    assert states() == [True] * 5 and not Run(config).rows("own", "init").rows.equal(before)
+    (own / "mine.py").unlink()
+    assert states() == [True] * 5
 
 
 def test_a_refusal_as_a_shell_sees_it(gti, tmp_path):
