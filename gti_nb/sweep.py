@@ -20,6 +20,7 @@ import pandas as pd
 from .config import RunConfig, make_config, preflight
 from .core import UserError, atomic_path, content_hash, read_json, write_json
 from .pipeline import PLOTLY, run_pipeline, write_page
+from .processes import this_node
 from .stages import Run, hold
 
 # %% ../nbs/13e_sweep.ipynb #fe0090e9
@@ -202,7 +203,11 @@ def run_sweep(config: RunConfig, grid: dict | None = None, seeds=None, folder="r
 
     seeds: several; that of `config` by default. run: what runs one configuration. Points that are finished are skipped, a failed one
     doesn't stop the others. Writes points.csv, results.csv, differences.csv and compare.html.
-    Raises `UserError` before anything starts if a point is wrong, or if its folder holds a run with other parameters."""
+    Raises `UserError` before anything starts if there are several nodes (`this_node`), if a point is wrong, or if its folder holds a run
+    with other parameters."""
+    if (nodes := this_node().count) > 1:
+        raise UserError(f"a sweep works on one node, and GTI_NODES is {nodes}: unset it, or run each point on all nodes with gti run, its folder "
+                        "in the sweep's as run_dir, and then sweep on one node, which combines them")
     folder = Path(folder).resolve()
     points = sweep_points(config, grid or {}, [config.seed] if seeds is None else list(seeds), folder)
     check_points(points)
