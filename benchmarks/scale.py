@@ -1,11 +1,11 @@
-"""How time and memory grow with items, events, codes and beams, beside what `gti_nb.plan` says of it.
+"""How time and memory grow with items, events, codes and beams, beside what `gti_nb.costs` says of it.
 
     python benchmarks/scale.py [--quick]
 
 Catalogues are made up: a normal vector and a random text for each item, 20 events for each of n / 10 users. A table row is one size;
 seconds are the best of two, memory is what the arrays or the tensors hold. `exponent` is the growth between the last two sizes: 1 means
-twice the size, twice the time. Beams and codes are measured on a random model of two layers, by the FLOPs of the plan: if `exponent` against
-FLOPs is near 1, the plan's formula describes the growth. What the plan can't derive from a formula, seconds an event, an item and a list, stands
+twice the size, twice the time. Beams and codes are measured on a random model of two layers, by the FLOPs of its formula: if `exponent` against
+FLOPs is near 1, the formula describes the growth. What the plan can't derive from a formula, seconds an event, an item and a list, stands
 in the last line: `gti_nb.plan.HOST` has these constants from this script, rounded up.
 
 The last line is one JSON object."""
@@ -20,10 +20,10 @@ import numpy as np
 import pandas as pd
 import torch
 
+from gti_nb.costs import rqvae_flops, search_flops, shape_of
 from gti_nb.data import Dataset, leave_one_out, load_dataset
 from gti_nb.decoding import beam_search
 from gti_nb.evaluation import popularity, predictions_table
-from gti_nb.plan import rqvae_flops, search_flops, shape_of
 from gti_nb.rqvae import RQVAE, RQVAEConfig
 from gti_nb.semantic_ids import SemanticIds, random_codes, resolve
 from gti_nb.vocabulary import ExtendedLM, tiny_model

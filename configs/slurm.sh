@@ -3,7 +3,7 @@
 #   sbatch configs/slurm.sh configs/vibrent-h100.yaml [-p NAME VALUE]...
 #   sbatch --nodes=2 --gpus-per-node=8 configs/slurm.sh configs/vibrent-h100.yaml
 # Submit it from the repository, on a disk that all nodes share. A run that was interrupted goes on when the same line is submitted
-# again. The batch sizes must be multiples of the number of GPUs; gti plan CONFIG --gpus N says so, and how long it will take.
+# again. The batch sizes must be multiples of the number of GPUs; gti plan CONFIG --gpus 16 --gpus-per-node 8 says so, and how long it takes.
 #SBATCH --job-name=gti
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -26,7 +26,7 @@ run=(.venv/bin/gti run "$config" -p device cuda -p processes "$((gpus * nodes))"
 
 # Every node gives the same command, and the environment says which one it is. Node 0 leads (nbs/13c_pipeline.ipynb).
 export GTI_NODES="$nodes" GTI_MAIN_PORT="$((20000 + SLURM_JOB_ID % 10000))"
-GTI_MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+GTI_MAIN_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)" # not head, which would end scontrol early
 export GTI_MAIN_ADDRESS
 # shellcheck disable=SC2016 # SLURM_NODEID is known on the node only
 exec srun --ntasks="$nodes" --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \

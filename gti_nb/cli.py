@@ -177,8 +177,8 @@ def _add_plan(parser):
 
     On GPUs of a kind, or on this machine's CPU, which is then measured for some seconds. Nothing is trained, and of a model
     only the configuration is read. The table: numbers that are trained, optimizer steps, tokens of examples, FLOPs of all
-    GPUs together, memory of each GPU and of the host, what is left on disk, time, and what takes most of it: compute,
-    memory (moving it), launches (handing operations to the GPU), link (between GPUs) or host (work on the CPU).
+    GPUs together, memory of each GPU and of a node, what is left on disk, time, and what takes most of it: compute, memory
+    (moving it), launches (handing operations to the GPU), link (between GPUs), network (between nodes) or host (work on the CPU).
 
       gti plan configs/demo.yaml --gpu CPU
       gti plan configs/vibrent-h100.yaml --gpus 8 --items 12193 --users 7416 --events 69509      before there are data"""
@@ -186,6 +186,7 @@ def _add_plan(parser):
     parser.add_argument("--gpu", default="H100", metavar="NAME",
                         help="H100, H200, A100, L4, 'RTX 4090', or CPU: this machine, measured (default: H100)")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many of them (default: the configuration's processes)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="how many of them a node, a machine, holds at most (default: 8)")
     for name in ("items", "users", "events"):
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"plan for so many {name}, without data; all three go together")
     parser.add_argument("--text-tokens", type=int, default=60, metavar="N",
@@ -196,7 +197,7 @@ def _plan(options):
     from gti_nb.plan import plan, readable, verdict
 
     config = load_config(options.config, overrides_of(options.overrides))
-    table = plan(config, options.gpu, options.gpus, options.items, options.users, options.events, options.text_tokens)
+    table = plan(config, options.gpu, options.gpus, options.items, options.users, options.events, options.text_tokens, options.gpus_per_node)
     _print_tables({"": readable(table)})
     print(verdict(table))
 

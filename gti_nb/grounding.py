@@ -91,34 +91,6 @@ def token_losses(self: MaskedEngine, input_ids, attention_mask, labels):
     wanted = labels[:, 1:].flatten()
     return self.with_pull(F.cross_entropy(logits.flatten(0, 1), wanted, reduction="none")[wanted != -100])
 
-# %% ../nbs/09_grounding.ipynb #441b1e43
-class _TwoBlockLoss(torch.autograd.Function):
-    "Cross-entropies `[n]` of `targets` `[n]` given `states` `[n, d]`, frozen `base` rows `[v, d]`, and `new_rows` for the ids from `first` on."
-
-    @staticmethod
-    def forward(ctx, states, new_rows, targets, base, first):
-        losses, d_states = torch.empty(len(states), device=states.device), torch.empty_like(states)
-        d_new = torch.empty(len(states), len(new_rows), device=states.device)
-        new, end = new_rows.to(states.dtype), first + len(new_rows)
-        for rows in torch.arange(len(states), device=states.device).split(max(1, 2**24 // len(base))):
-            h, target = states[rows], targets[rows, None]
-            logits = torch.empty(len(h), max(len(base), end), device=h.device)
-            logits[:, :len(base)] = F.linear(h, base)
-            logits[:, first:end] = F.linear(h, new)
-            p = logits.log_softmax(-1)
-            losses[rows] = -p.gather(1, target)[:, 0]
-            p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))  # now p - y
-            d_new[rows] = p[:, first:end]
-            p[:, first:end] = 0
-            d_states[rows] = p[:, :len(base)].to(h.dtype) @ base + d_new[rows].to(h.dtype) @ new
-        ctx.save_for_backward(states, d_states, d_new)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):
-        states, d_states, d_new = ctx.saved_tensors
-        return grad[:, None].to(d_states.dtype) * d_states, (grad[:, None] * d_new).T @ states.float(), None, None, None
-
 # %% ../nbs/09_grounding.ipynb #aea70297
 def cut(ids, labels, first_new_id: int):
     """Cut one sequence: `(prefix, suffix, targets)`, a tuple and two lists of ids, `len(targets) == len(suffix) + 1`.
@@ -275,7 +247,7 @@ def token_losses(self: SplitEngine, input_ids, attention_mask, labels):
         found[:, 0] = self.first_losses(own, targets[:, 0])
         if targets.shape[1] > 1:
             states, later = self.suffix_states(own, [rows[i][1] for i in group]), supervised[:, 1:]
-            found[:, 1:][later] = _TwoBlockLoss.apply(states[later], self.lm._output_rows(), targets[:, 1:][later], self.base, self.first)
+            found[:, 1:][later] = self.lm.frozen_losses(states[later], targets[:, 1:][later])
         for i, row, wanted in zip(group, found, supervised):
             losses[i] = row[wanted]
     return self.with_pull(torch.cat(losses))

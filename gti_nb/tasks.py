@@ -11,6 +11,7 @@ import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from string import Formatter
 from zlib import crc32
 
@@ -334,32 +335,50 @@ def _specs(variants: list[tuple], settings: TaskSettings, seed: int, name: str, 
     return np.column_stack([np.full(len(chosen), task), wording, made[chosen]]).astype(np.int32)
 
 # %% ../nbs/07b_tasks.ipynb #5cd703cc
-def _answer_tokens(examples: Examples, spec: np.ndarray, chunk: int = 4096) -> int:
-    "How many tokens the answers of the examples in `spec`, all of one task, have together, end tokens included."
-    writer, name = examples.writer, examples.tasks[spec[0, 0]]
-    replies = [answer for _, answer in writer.wordings[name]]
-    reply = np.array([replies.index(answer) for answer in replies])[spec[:, 1]]
-    about = spec[:, 2] if TASKS[name].per == "user" else spec[:, 4]  # all that an answer depends on
-    _, first, times = np.unique(reply * (about.max().astype(np.int64) + 1) + about, return_index=True, return_counts=True)
-    total, one = 0, Examples(writer, examples.users, examples.sequences, spec)
-    for start in range(0, len(first), chunk):
-        texts = []
-        for i in first[start:start + chunk].tolist():
-            _, history, item, user, wording = one.arguments(i)
-            texts.append(writer.fill(replies[wording], history, item, user))
-        lengths = [len(ids) for ids in answer_ids(writer.tokenizer, texts, writer.system)]
-        total += int(np.dot(lengths, times[start:start + chunk]))
-    return total
+def _count_new(examples: Examples, spec: np.ndarray, reply: str, about: int, lengths: np.ndarray, chunk: int = 4096):
+    "Put into `lengths` how many tokens `reply` has, end token included, for what the rows of `spec` are about and isn't there yet."
+    rows = spec[lengths[spec[:, about]] == 0]
+    rows = rows[np.unique(rows[:, about], return_index=True)[1]]
+    for some in np.split(rows, range(chunk, len(rows), chunk)):
+        one = Examples(examples.writer, examples.users, examples.sequences, some)
+        texts = [one.writer.fill(reply, *one.arguments(i)[1:4]) for i in range(len(some))]
+        lengths[some[:, about]] = [len(ids) for ids in answer_ids(one.writer.tokenizer, texts, one.writer.system)]
 
 # %% ../nbs/07b_tasks.ipynb #228d5bcc
+def _answer_tokens(examples: Examples, spec: np.ndarray, known: dict) -> int:
+    "How many tokens the answers of the examples in `spec`, all of one task, have together. known: lengths by reply, which are added to."
+    name, total = examples.tasks[spec[0, 0]], 0
+    replies, about = [reply for _, reply in examples.writer.wordings[name]], 2 if TASKS[name].per == "user" else 4
+    for reply in dict.fromkeys(replies):
+        some = spec[np.isin(spec[:, 1], [k for k, other in enumerate(replies) if other == reply])]
+        lengths = known.setdefault(reply, np.zeros(len(examples.users if about == 2 else examples.writer.item_ids), dtype=np.int64))
+        _count_new(examples, some, reply, about, lengths)
+        total += int(lengths[some[:, about]].sum())
+    return total
+
+# %% ../nbs/07b_tasks.ipynb #bf6cb869
 @dataclass(eq=False)
 class Mixture:
-    """`examples` of several tasks; `counts`, a table with one row per task: task, made (examples there are), used, weight, cap,
-    answer_tokens (of those used); and the `writer` that wrote them, which asks the same questions in evaluation."""
+    "`examples` of several `tasks` (name to `TaskSettings`); `made`: how many there are of each; `writer`, which asks the same in evaluation."
 
     examples: Examples
-    counts: pd.DataFrame
+    tasks: dict
+    made: dict
     writer: Writer
+
+    @cached_property
+    def counts(self) -> pd.DataFrame:
+        "One row per task: task, made, used, weight, cap, answer_tokens (of those used)."
+        spec, known, used = self.examples.spec, {}, self.used
+        tokens = [_answer_tokens(self.examples, spec[spec[:, 0] == k], known) for k in range(len(used))]
+        rows = [(name, self.made[name], used[name], self.tasks[name].weight, self.tasks[name].cap) for name in used]
+        return pd.DataFrame(rows, columns=["task", "made", "used", "weight", "cap"]).assign(answer_tokens=tokens)
+
+# %% ../nbs/07b_tasks.ipynb #89902562
+@patch(as_prop=True)
+def used(self: Mixture) -> dict:
+    "How many examples of each task there are in the mixture."
+    return dict(zip(self.examples.tasks, np.bincount(self.examples.spec[:, 0], minlength=len(self.examples.tasks)).tolist()))
 
 # %% ../nbs/07b_tasks.ipynb #7acf0c01
 def mixture(tokenizer, items, sids, train: dict, tasks: dict[str, TaskSettings] = VANILLA, max_history: int = 10, seed: int = 0,
@@ -371,14 +390,11 @@ def mixture(tokenizer, items, sids, train: dict, tasks: dict[str, TaskSettings] 
     Raises `UserError` as `Writer` does, for an item of `train` that it doesn't know, and for a task that finds nothing to ask."""
     writer = Writer(tokenizer, items, sids, tasks, max_history, system, preferences)
     users, sequences, events = _table(writer, train)
-    examples, counts, parts = Examples(writer, users, sequences, np.zeros((0, 5), np.int32)), [], []
+    made, parts = {}, []
     for task, name in enumerate(writer.wordings):
-        variants, settings = _units(writer, name, users, sequences, events), tasks[name]
-        spec = _specs(variants, settings, seed, name, task)
-        if not len(spec):
+        variants = _units(writer, name, users, sequences, events)
+        made[name] = sum(len(units) for _, units in variants)
+        parts.append(_specs(variants, tasks[name], seed, name, task))
+        if not len(parts[-1]):
             raise UserError(f"the task {name} finds nothing to ask: no item or user has the texts that it needs; leave it out")
-        parts.append(spec)
-        counts.append((name, sum(len(units) for _, units in variants), len(spec), settings.weight, settings.cap,
-                       _answer_tokens(examples, spec)))
-    columns = ["task", "made", "used", "weight", "cap", "answer_tokens"]
-    return Mixture(Examples(writer, users, sequences, np.concatenate(parts)), pd.DataFrame(counts, columns=columns), writer)
+    return Mixture(Examples(writer, users, sequences, np.concatenate(parts)), tasks, made, writer)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .core import Progress, UserError, atomic_path, steps_of
+from .core import Progress, UserError, atomic_path
 from .prompts import collate
 from .vocabulary import ExtendedLM, packed
 
@@ -236,6 +236,18 @@ def _check_processes(accelerator, label: str):
         raise UserError(f"{label}: {accelerator.distributed_type.value} is not supported, since it would cut the new rows and their "
                         f"gradients into pieces: let each process hold the whole model (accelerate launch --multi_gpu)")
 
+# %% ../nbs/08_training.ipynb #33630a46
+@patch
+def batch(self: _Training) -> list:
+    "The examples of the step `self.step`, the same in all processes, each of which writes its part of them."
+    from accelerate.utils import gather_object
+
+    indices = batch_indices(len(self.examples), self.step, self.config.batch_size, self.config.seed)
+    if isinstance(self.examples, list):
+        return [self.examples[i] for i in indices]
+    own = indices.reshape(self.processes, -1)[self.accelerator.process_index]
+    return gather_object([self.examples[i] for i in own])
+
 # %% ../nbs/08_training.ipynb #e46d6f7a
 @patch
 def one_step(self: _Training) -> dict:
@@ -244,8 +256,7 @@ def one_step(self: _Training) -> dict:
     torch.manual_seed((config.seed * 1_000_003 + step) * self.processes + index)
     for group in self.optimizer.param_groups:
         group["lr"] = learning_rate_at(step, config) * group.get("lr_scale", 1.0)
-    batch = [self.examples[i] for i in batch_indices(len(self.examples), step, config.batch_size, config.seed)]
-    losses = step_loss(self.lm, batch, config.micro_batch_size, self.accelerator.backward, self.token_losses, (index, self.processes))
+    losses = step_loss(self.lm, self.batch(), config.micro_batch_size, self.accelerator.backward, self.token_losses, (index, self.processes))
     losses = self.add_up(losses | {"SIGTERM": float(self.terminated)})
     self.stopping = losses.pop("SIGTERM") > 0
     if not math.isfinite(losses["loss"]):

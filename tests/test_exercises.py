@@ -203,10 +203,24 @@ WRONG = {
                             ("student.ppf(0.975, len(gains) - 1)", "1.96", "three seeds are few"),
                             ("a[seed] - b[seed]", "b[seed] - a[seed]", "the mean gain is 0.02")],
     },
-    "13f_plan": {
+    "13f_costs": {
         "by_hand": [("tokens**2", "tokens", "a pair of tokens costs"), ("+ 2 * key", "+ 2 * query", "for each number in the matrices"),
                     ("3 * shape.inner", "2 * shape.inner", "for each number in the matrices"),
                     ("(2 * matrices", "(matrices", "for each number in the matrices")],
+        "largest": [(' - 16 * trained_parameters(shape, 1024, "lora")', "", "weights and state take"),
+                    ("max(0, int", "min(10**9, int", "12 GB, 60 tokens"), ("(tokens * layer_bytes", "(layer_bytes", "it should be"),
+                    ('"lora"))))', "None))))", "it should be")],
+    },
+    "13g_counts": {
+        "padded": [("lambda lengths, micro: sum(lengths)", "[5, 9, 2, 7], 2 at a time"), ("sorted(lengths, reverse=True)", "lengths", "it should be 28"),
+                   ("run[0] * len(run)", "run[0] * micro", "[30, 1, 30, 1, 30], 2 at a time")],
+        "all_tokens": [("lambda kinds, lengths, counts: lengths.mean() * sum(counts.values())", "it should be 11,000"),
+                       (".mean()", ".sum()", "it should be 11,000"), ("n * lengths", "lengths", "it should be 11,000")],
+    },
+    "13h_plan": {
+        "ring": [("if r < n - 1 else came", "", "has a wrong sum"), ("range(2 * (n - 1))", "range(n - 1)", "has a wrong sum"),
+                 ("(gpu - r) % n", "gpu", "has a wrong sum"),
+                 ("lambda pieces: (np.tile(pieces.sum(0), (len(pieces), 1)), len(pieces)**2)", "2 are enough")],
         "worth": [("2 * (n - 1) / n", "2", "exchange 12"), ("2 * (n - 1) / n * exchange", "n * exchange", "exchange 12"),
                   ("host +", "host / n +", "host 10, exchange 0: 64 GPUs"), ("0.75", "0.5", "it should be 16")],
     },

@@ -61,6 +61,18 @@ def test_more_gpus_more_memory_less_time():
     assert table.state_gb["sft-gti"] == pytest.approx(16 * (596_049_920 + 1024 * 1024) / 1e9) and "does NOT fit" in verdict(table)
 
 
+def test_gpus_in_several_nodes():
+    config = load_config(ROOT / "configs" / "vibrent-h100.yaml", {"arms": {"mean": {}}, "sft_mode": "full"})
+    sizes = SIZES | {"events": 60_000}
+    apart, together = plan(config, "L4", 16, **sizes), plan(config, "L4", 16, **sizes, per_node=16)
+    assert (apart.attrs["nodes"], together.attrs["nodes"]) == (2, 1)
+    assert apart.bound["sft-mean"] == "network" and "16 x L4, on 2 nodes of 8: about" in verdict(apart) and "bound by network" in verdict(apart)
+    assert apart.seconds["sft-mean"] > 1.2 * together.seconds["sft-mean"] and apart.flops.equals(together.flops)
+    assert "nodes" not in verdict(together) and (apart.memory_gb == together.memory_gb).all()
+    with pytest.raises(UserError, match="16 GPUs on 3 nodes of at most 6"):
+        plan(config, "L4", 16, per_node=6)
+
+
 def test_a_plan_refuses_in_one_line():
     with pytest.raises(UserError, match="no GPU is called 'H1000'"):
         plan(RunConfig(), "H1000")

@@ -441,6 +441,63 @@ def test_adapters_alone_are_peft_s(fresh, folders, tmp_path):
     assert not any("embed" in key or "lm_head" in key for key in load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors"))
 
 
+# --- logits in parts -----------------------------------------------------------------------------------------------------
+
+def states_of(lm, n):
+    "Hidden states for `n` positions, and what comes next there: old tokens, and each of the new ones."
+    states = torch.randn(n, 64, generator=torch.Generator().manual_seed(2)).to(lm.dtype).requires_grad_(True)
+    return states, torch.arange(n) * 7 % (lm.first_new_id + lm.n_new)
+
+
+def losses_and_gradients(lm, states, targets):
+    "For losses that count differently; gradients of the states and of all that trains in the matrices, float32."
+    losses = lm.losses_at(states, targets)
+    ends = [p for name, p in trainable(lm).items() if "lora" not in name and p.shape[1:] == (64,)]
+    found = torch.autograd.grad(losses @ torch.linspace(0.5, 1.5, len(losses)), [states, *ends], allow_unused=True)
+    return losses.detach(), [g.float() for g in found if g is not None]
+
+
+@both_ties
+@both_dtypes
+@pytest.mark.parametrize("base_rows", [False, True])
+def test_parts_change_no_number(tied, dtype, base_rows, fresh, monkeypatch):
+    lm = fresh(tied, dtype)
+    prepare(lm, SFTSettings(train_base_rows=base_rows))
+    states, targets = states_of(lm, 600)
+    whole, gradients = losses_and_gradients(lm, states, targets)
+    assert torch.equal(whole, torch.nn.functional.cross_entropy(lm.logits(states), targets, reduction="none"))
+    assert len(gradients) == 2 + base_rows
+    monkeypatch.setattr(ExtendedLM, "_part", lambda lm: 37)
+    losses, others = losses_and_gradients(lm, states, targets)
+    with torch.no_grad():
+        assert farthest(lm.losses_at(states, targets), whole) < 1e-5
+    assert farthest(losses, whole) < (1e-5 if dtype == "float32" else 0.02)
+    for one, other in zip(gradients, others):
+        assert farthest(one, other) < (1e-5 if dtype == "float32" else 0.01) * one.abs().max()
+
+
+@pytest.mark.parametrize("base_rows", [False, True])
+def test_long_texts_fit(base_rows, monkeypatch):
+    "The most bytes at a time, as the lesson says: a part's three tables of logits; without parts it would be more than ten times as much."
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    monkeypatch.setattr("gti_nb.vocabulary.LOGIT_BYTES", 2**20)
+    model, tokenizer = tiny_model(spare_rows=4000)
+    lm = ExtendedLM(model, tokenizer, NAMES, torch.zeros(12, 64))
+    model.get_output_embeddings().weight.requires_grad_(base_rows)
+    states, targets = states_of(lm, 2500)
+    matrix, peaks = model.get_output_embeddings().weight.nbytes, {}
+    for part in (2500, lm._part()):
+        with MemTracker() as tracker, monkeypatch.context() as patch:
+            tracker.track_external(lm)
+            before = tracker.get_tracker_snapshot("current")[lm.device]["Total"]
+            patch.setattr(ExtendedLM, "_part", lambda lm: part)
+            losses_and_gradients(lm, states, targets)
+        peaks[part] = tracker.get_tracker_snapshot("peak")[lm.device]["Total"] - before
+    kept = 3 * states.nbytes + 2 * 2500 * 12 * 4  # states, their gradients, and p - y of the new tokens
+    assert peaks[lm._part()] < 3 * matrix + kept + 3 * matrix * base_rows < peaks[2500] / 10
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 def test_a_mode_and_a_base_must_fit(fresh):

@@ -11,9 +11,10 @@ import pytest
 from conftest import ROOT, SHARED, real_catalogue
 from pydantic import ValidationError
 
+from gti_nb import tasks as tasks_module
 from gti_nb.core import UserError, content_hash, packaged_file
 from gti_nb.data import Dataset, leave_one_out
-from gti_nb.prompts import RETRIEVAL, grounding_examples, retrieval_example
+from gti_nb.prompts import RETRIEVAL, answer_ids, grounding_examples, retrieval_example
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.tasks import (MULTITASK, TASKS, VANILLA, Examples, TaskSettings, Writer, check_tasks, keywords, mixture, placeholders,
                           search_texts, task_wordings)
@@ -224,6 +225,15 @@ def test_answer_tokens_are_exact(tokenizer, tasks):
     for example in mixed.examples:
         expected[example.kind] += len(example.answer_ids)
     assert mixed.counts.set_index("task").answer_tokens.to_dict() == dict(expected)
+
+
+def test_answers_are_tokenized_once_and_only_for_the_table(tokenizer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tasks_module, "answer_ids", lambda tokenizer, texts, system: seen.extend(texts) or answer_ids(tokenizer, texts, system))
+    mixed = mixture(tokenizer, ITEMS, SIDS, random_train(users=60), ALL)
+    assert not seen
+    assert mixed.counts.used.tolist() == list(mixed.used.values()) and mixed.counts is mixed.counts
+    assert {sid: seen.count(sid) for sid in map(SIDS.sid, IDS)} == dict.fromkeys(map(SIDS.sid, IDS), 1)  # though five tasks have them
 
 
 # --- a list that writes itself ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from conftest import ROOT
 from gti_nb import training
-from gti_nb.core import UserError
+from gti_nb.core import UserError, steps_of
 from gti_nb.grounding import SplitEngine
 from gti_nb.prompts import render
 from gti_nb.sft import SFTSettings, prepare
 from gti_nb.training import (TrainConfig, batch_indices, buckets, decay_groups, effective_batch, fit, learning_rate_at, micro_batches, spread_steps,
-                             say, step_loss, steps_of, trainable)
+                             say, step_loss, trainable)
 from gti_nb.vocabulary import ExtendedLM, tiny_model
 
 NAMES = [f"<a_{i}>" for i in range(8)]
@@ -230,11 +231,25 @@ def cut_at(step):
     return observe
 
 
-def trained(folder, config=SMALL, observe=None, **kwargs):
-    "What a training ends with: its history, its values, its best state's file."
+class Written(Sequence):
+    "Examples that are written when they are taken, and how often that was."
+
+    def __init__(self, examples):
+        self.examples, self.times = examples, 0
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, i):
+        self.times += 1
+        return self.examples[i]
+
+
+def trained(folder, config=SMALL, observe=None, kind=list):
+    "What a training ends with: its history, its values, its best state's file. The examples are a `kind` of sequence."
     lm = model_of(0.3)
     examples = examples_of(lm)
-    history = fit(lm, examples[:16], config, folder, observe=observe, validation=examples[16:], **kwargs)
+    history = fit(lm, kind(examples[:16]), config, folder, observe=observe, validation=examples[16:])
     return history, values_of(lm), load_file(folder / "best.safetensors")
 
 
@@ -456,7 +471,10 @@ def born(folder, rank, world, port, config, dies_in_write):
                 os.truncate(path, os.path.getsize(path) // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
         training.save_file = torn
-        history, values, best = t.trained(folder, config, observe=lambda done: open(f"{{folder}}.steps", "a").write("."))
+        made = []
+        history, values, best = t.trained(folder, config, observe=lambda done: open(f"{{folder}}.steps", "a").write("."),
+                                          kind=lambda examples: made.append(t.Written(examples)) or made[0])
+        Path(f"{{folder}}-{{rank}}.written").write_text(str(made[0].times))
         if rank == 0:
             history.to_json(f"{{folder}}.json", double_precision=15)
             save_file({{"values": values}} | best, f"{{folder}}.safetensors")
@@ -525,6 +543,13 @@ def test_killed_at_random_moments(nursery, world):
     assert [codes == [-9] * world for codes in ends[f"killed {world}"]] == [True, True, True, False]
     assert_ended_alike(folder, "killed", world)
     assert (folder / f"killed-{world}-0.txt").read_text().count("resumed at step") >= 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_process_writes_its_part_of_the_examples(nursery, world):
+    "24 steps of 8 examples; that the numbers stay those of one process is tested in test_processes."
+    written = [int((nursery[1] / f"whole-{world}-{rank}.written").read_text()) for rank in range(world)]
+    assert written == [24 * 8 // world] * world
 
 
 @pytest.mark.parametrize("world", [1, 2])

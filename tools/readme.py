@@ -29,7 +29,7 @@ TARGET = re.compile(r"(\]\(|src=\")(?![a-z]+:|[/#])([^)\s\"]+)")
 
 PAGES = ("index", "teachers")  # what shows the lessons' facts
 NEEDS = re.compile(r"\*\*You need\*\*:?(.*?)(?=\*\*|\n\n|\Z)", re.DOTALL)
-LESSON = re.compile(r"(?:\]\(|\b)(\d\d[a-d]?)(?:_\w+\.ipynb|\b)")
+LESSON = re.compile(r"(?:\]\(|\b)(\d\d[a-z]?)(?:_\w+\.ipynb|\b)")
 WORDS, LINES = 180, 30  # of prose and of code that one reads in a minute
 
 
