@@ -300,7 +300,7 @@ def _prepare(run: Run, stage: Stage):
 def _tidy(folder: Path):
     "Remove from a finished stage what only an unfinished one needs."
     for path in list(folder.rglob("*")):
-        if re.fullmatch(r"checkpoint.*\.safetensors|best\.safetensors|\..+\.[0-9a-f]{8}", path.name):
+        if re.fullmatch(r"checkpoint.*\.safetensors|best\.safetensors|\..+\.[0-9a-f]{8}|\.tmp\w{6}", path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 # %% ../nbs/13b_stages.ipynb #1531da28
