@@ -24,7 +24,7 @@ import numpy as np
 import plotly.graph_objects as go
 from fastcore.basics import patch
 
-from .core import UserError, atomic_path
+from .core import PLOTLY, UserError, atomic_path
 from .explore import block_edges
 from .explorer import ORDERS, SIDE, Explorer, moment_name
 from .screen import (GREY, HEATMAPS, MAPS, answer_html, draw, empty_screen, first_choice, joined, mapped, save_figure,
@@ -625,7 +625,7 @@ def _leave(self: App):
     "Put the figure as it is now into its place in the output, once."
     place, self.place = self.place, None
     if place:
-        place.update({"application/vnd.plotly.v1+json": json.loads(joined(self.screen).to_json()), "text/plain": "[figure]"}, raw=True)
+        place.update({PLOTLY: json.loads(joined(self.screen).to_json()), "text/plain": "[figure]"}, raw=True)
 
 
 def explore(run_dir) -> App:

@@ -11,12 +11,11 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import pandas as pd
 import yaml
 
-from .config import Arm, RunConfig, load_config
+from .config import Arm, RunConfig, described, load_config
 from .core import UserError, atomic_path, read_json
 from .pipeline import difference_table, result_table, run_pipeline
 from .stages import Run
@@ -76,8 +75,7 @@ def _fields(model, but=()) -> str:
     def default(name, value):
         return "mean and gti" if name == "arms" else value if isinstance(value, str) else json.dumps(value)
 
-    choices = lambda kind: f": {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-    return "\n".join(f"  {name:24} {field.description}{choices(field.annotation)} (default: {default(name, field.default)})"
+    return "\n".join(f"  {name:24} {described(field)} (default: {default(name, field.default)})"
                      for name, field in model.model_fields.items() if name not in but)
 
 # %% ../nbs/15_cli.ipynb #6ca94f22

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import numpy as np
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -282,10 +281,10 @@ def find_initializer(name: str):
 # %% ../nbs/13a_config.ipynb #7aa0d2af
 def _drawn_sids(config: RunConfig, items):
     "SIDs as the run will have them, drawn at random."
-    from gti_nb.semantic_ids import SemanticIds
+    from gti_nb.semantic_ids import SemanticIds, random_codes
 
     levels = config.levels + (config.collisions == "extra_level")
-    codes = np.random.default_rng(config.seed).integers(config.codebook_size, size=(len(items), levels))
+    codes = random_codes(len(items), levels, config.codebook_size, config.seed)
     return SemanticIds(items.item_id.tolist(), codes, config.codebook_size)
 
 # %% ../nbs/13a_config.ipynb #186e9d35

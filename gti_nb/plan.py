@@ -14,12 +14,12 @@ import pandas as pd
 import torch
 from fastcore.basics import patch
 
-from .config import RunConfig, rqvae_config, task_settings
+from .config import RunConfig, chosen_data, rqvae_config, task_settings
 from .core import UserError, steps_of
 from .costs import (KERNELS, beam_widths, forward_flops, grounding_flops, known_config, layer_bytes, logit_bytes, logit_part, machine,
                           rqvae_flops, rqvae_sizes, search_flops, shape_of, trained_parameters, training_flops, weight_bytes)
 from .counts import (Corpus, Step, World, _every, _named, _tokenizer, fine_tuning_corpus, grounding_corpus, mean_step, part_of, stand_in)
-from .data import leave_one_out, load_dataset
+from .data import leave_one_out
 from .encode import item_text
 from .paper import graded_retrieval
 from .stages import plan_stages
@@ -452,7 +452,7 @@ def _world(config: RunConfig, items: int, users: int, events: int, text_tokens: 
     if items or users or events:
         return stand_in(items, users, events, text_tokens)
     try:
-        return part_of(load_dataset(config.data).filter(min_rating=config.min_rating, max_items=config.max_items))
+        return part_of(chosen_data(config))
     except UserError as error:
         raise UserError(f"{error}; to plan without the data, say how large they are with items, users and events") from None
 

@@ -26,7 +26,7 @@ from fastcore.basics import patch
 
 from .config import FLOORS, RunConfig, chosen_data, find_initializer, initializer_file, rqvae_config, task_settings
 from .core import UserError, atomic_path, content_hash, read_json, seed_everything, steps_of, write_json
-from .data import Dataset, Splits, dataset_card, leave_one_out, load_dataset
+from .data import Dataset, Splits, _read, dataset_card, leave_one_out, load_dataset
 
 # %% ../nbs/13b_stages.ipynb #9fd4b143
 @dataclass(frozen=True)
@@ -384,8 +384,7 @@ def dataset(self: Run) -> Dataset:
 @patch
 def items(self: Run) -> pd.DataFrame:
     "The items of the run's data set, as in `dataset`, without the interactions; read once."
-    read = lambda: pd.read_csv(self.folder("data") / "dataset" / "items.csv", dtype=str, keep_default_na=False)
-    return self.once("items", read)
+    return self.once("items", lambda: _read(self.folder("data") / "dataset", "items"))
 
 # %% ../nbs/13b_stages.ipynb #4f7ab1e5
 @patch

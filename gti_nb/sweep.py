@@ -18,8 +18,8 @@ from pathlib import Path
 import pandas as pd
 
 from .config import RunConfig, make_config, preflight
-from .core import UserError, atomic_path, content_hash, read_json, write_json
-from .pipeline import PLOTLY, run_pipeline, write_page
+from .core import PLOTLY, UserError, atomic_path, content_hash, read_json, write_json
+from .pipeline import run_pipeline, write_page
 from .processes import this_node
 from .stages import Run, hold
 
