@@ -1,9 +1,6 @@
 """Grounding: both engines give the same numbers, in every setting; nothing but the new rows moves; several processes equal one."""
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pandas as pd
@@ -11,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import ROOT
 from gti_nb.core import UserError
 from gti_nb.grounding import (MaskedEngine, SplitEngine, _worth_keeping, frozen_hash, ground, grounding_accuracy, probes,
                               sid_accuracy, snapshots)
 from gti_nb.initializers import extend
+from gti_nb.processes import launch
 from gti_nb.prompts import TEXT_TO_SID, collate, grounding_examples
 from gti_nb.semantic_ids import SemanticIds
 from gti_nb.sft import prepare
@@ -413,19 +410,14 @@ def test_accuracy_is_that_of_greedy_decoding():
 
 # --- several processes ---------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-from accelerate import PartialState
-from safetensors.torch import save_file
-from gti_nb.grounding import ground
-from test_grounding import STEPS, examples_of, model_of
-state = PartialState(cpu=True)
-lm = model_of()
-history = ground(lm, examples_of(lm), STEPS, {folder!r})
-save_file({{"rows": lm.new_rows.detach()}}, f"{folder}/rows-{{state.process_index}}.safetensors")
-history.to_csv(f"{folder}/history-{{state.process_index}}.csv", index=False)
-"""
+def ground_beside_others(folder):
+    "Called in each of several processes: grounds, and writes what this process ends with."
+    from accelerate import PartialState
+    from safetensors.torch import save_file
+    rank, lm = PartialState().process_index, model_of()
+    history = ground(lm, examples_of(lm), STEPS, folder)
+    save_file({"rows": lm.new_rows.detach()}, f"{folder}/rows-{rank}.safetensors")
+    history.to_csv(f"{folder}/history-{rank}.csv", index=False)
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -434,12 +426,7 @@ def test_two_processes_equal_one(tmp_path):
     history = ground(lm, examples_of(lm), STEPS, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(folder))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GTI_PROGRESS": "lines"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    launch("test_grounding:ground_beside_others", {"folder": str(folder)}, processes=2, device="cpu")
     ranks = [load_file(folder / f"rows-{rank}.safetensors")["rows"] for rank in range(2)]
     assert torch.equal(*ranks)
     assert (ranks[0] - lm.new_rows.detach()).abs().max() < 1e-5
