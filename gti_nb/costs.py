@@ -129,7 +129,7 @@ def training_flops(shape: Shape, tokens, pairs, positions, logits: int, new_rows
     matrices = 2 * shape.linear * tokens if mode == "full" else 0
     adapters = 0 if mode == "full" else 2 * rank * shape.ports * tokens
     made = shape.rows + new_rows if parts and not base_rows else logits
-    head = 2 * shape.width * positions * (2 * made + (made * (1 + parts) if base_rows else new_rows))
+    head = 2 * shape.width * positions * (2 * made + (1 + parts) * (made if base_rows else new_rows))
     last = 2 * shape.width * (shape.inner if mode == "full" else rank) * shape.layers * tokens
     return 2 * layers + attention + matrices + 3 * adapters + head + again * (layers + adapters - last)
 
@@ -138,7 +138,7 @@ def grounding_flops(shape: Shape, tokens, pairs, first, later, new_rows: int) ->
     """FLOPs of forward and backward of the split engine behind kept prefixes: `tokens` in suffixes and their `pairs` with prefix and suffix;
     `first`: targets right behind a prefix (one a sequence); `later`: all others."""
     layers, attention = forward_flops(shape, tokens, pairs), forward_flops(shape, 0, pairs)
-    head = 2 * shape.width * (2 * later * (shape.rows + new_rows) + (later + 2 * first) * new_rows)
+    head = 2 * shape.width * (2 * later * (shape.rows + new_rows) + 2 * (later + first) * new_rows)
     return 2 * layers + attention + head
 
 # %% ../nbs/13f_costs.ipynb #13e0f079
@@ -211,12 +211,12 @@ def logit_part(shape: Shape, number: int, logits: int, base_rows: bool = False) 
     return max(1, max(LOGIT_BYTES, head) // (4 * logits))
 
 # %% ../nbs/13f_costs.ipynb #13cab455
-def logit_bytes(shape: Shape, positions, logits: int, number: int, new_rows: int, base_rows: bool = False, grounding: bool = False) -> float:
+def logit_bytes(shape: Shape, positions, logits: int, number: int, base_rows: bool = False, grounding: bool = False) -> float:
     "The most bytes that the loss at so many `positions` takes, beside hidden states, weights, and the gradients of weights."
     made = logits * min(positions, logit_part(shape, number, logits, base_rows))
     if base_rows or (made == logits * positions and not grounding):
         return 12 * made
-    return 8 * made + positions * (number * shape.width + 4 * new_rows)
+    return (4 + number) * made + positions * (number * shape.width + 8)
 
 # %% ../nbs/13f_costs.ipynb #19b961e5
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ def _split_engine(self: _Plan, steps: int) -> Cost:
     share = kept / corpus.prefix_tokens / self.kept_bytes
     flops = self._prefix_flops(share, steps * batch) + steps * grounding_flops(shape, step.tokens, step.pairs, step.first, step.later, self.new)
     active = step.most_tokens * layer_bytes(shape, self.number, None) + 2 * step.most_behind * self.kept_bytes + self._weights_of(step)
-    logits = logit_bytes(shape, step.most_positions, self.logits, self.number, self.new, grounding=True)
+    logits = logit_bytes(shape, step.most_positions, self.logits, self.number, grounding=True)
     runs = steps * step.runs * (3 + (share < 1)) + share * corpus.prefixes / 16
     seconds = self._seconds(flops, runs, 2 * steps * step.most_behind * self.kept_bytes)
     seconds |= self.machine.exchange(steps * new, self.gpus, self.nodes)
@@ -360,7 +360,7 @@ def _active(self: _Plan, step: Step) -> float:
     kept = layer_bytes(shape, number, config.sft_mode, config.lora_r, config.lora_dropout > 0, number if self.on_cpu else 1)
     if config.gradient_checkpointing:
         kept = kept / shape.layers + shape.layers * shape.width * number
-    logits = logit_bytes(shape, step.most_positions, self.logits, number, self.new, config.sft_base_rows)
+    logits = logit_bytes(shape, step.most_positions, self.logits, number, config.sft_base_rows)
     return step.most_tokens * kept + self._weights_of(step) + logits + number * self.tuned * (number < 4)
 
 # %% ../nbs/13h_plan.ipynb #48d6f854

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHATML', 'NAME', 'LOGIT_BYTES', 'EMBEDDED_MODELS', 'tiny_tokenizer', 'tiny_model', 'add_tokens', 'ExtendedLM',
-           'keep_packing', 'check_packing', 'vocabulary_table', 'base_hash', 'NewRows', 'packed', 'load_base']
+           'keep_packing', 'vocabulary_table', 'base_hash', 'NewRows', 'packed', 'load_base', 'check_packing']
 
 # %% ../nbs/04_vocabulary.ipynb #7a65581c
 import copy
@@ -218,103 +218,12 @@ def logits(self: ExtendedLM, hidden):
     blocks = [weight[:self.first_new_id], self._output_rows(), weight[end:]]
     return torch.cat([F.linear(hidden, block.to(self.dtype)) for block in blocks if len(block)], dim=-1).float()
 
-# %% ../nbs/04_vocabulary.ipynb #ed72fdcc
-@patch
-def level_logits(self: ExtendedLM, hidden, level: int, codebook_size: int):
-    "Float32 logits `[..., codebook_size]` of one level's codes only."
-    rows = self._output_rows()[level * codebook_size:(level + 1) * codebook_size]
-    return F.linear(hidden, rows.to(hidden.dtype)).float()
-
-
-@patch
-def logsumexp(self: ExtendedLM, hidden):
-    "Log of the softmax's denominator over the whole vocabulary, float32 `[...]`."
-    return self.logits(hidden).logsumexp(-1)
-
-# %% ../nbs/04_vocabulary.ipynb #d0cd8665
-@patch
-def token_losses(self: ExtendedLM, input_ids, attention_mask, labels):
-    """Cross-entropy of every supervised token: float32 `[n_supervised]`, in row-major order.
-
-    All arguments are `[B, T]`; `labels` is -100 where nothing is predicted, and `labels[:, t]` is predicted at `t - 1`."""
-    states = self.hidden(input_ids, attention_mask, use_cache=False).last_hidden_state[:, :-1]
-    supervised = labels[:, 1:] != -100
-    return self.losses_at(states[supervised], labels[:, 1:][supervised])
-
-# %% ../nbs/04_vocabulary.ipynb #3d040f1c
-LOGIT_BYTES = 2**26
-
-
-@patch
-def _part(self: ExtendedLM) -> int:
-    "For how many positions logits are made at a time: their float32 bytes are those of the head's matrix, or `LOGIT_BYTES` if that is more."
-    head = self.model.get_output_embeddings().weight
-    return max(1, max(LOGIT_BYTES, head.nbytes) // (4 * max(len(head), self.first_new_id + self.n_new)))
-
-# %% ../nbs/04_vocabulary.ipynb #e28656f0
-class _FrozenHeadLoss(torch.autograd.Function):
-    """Cross-entropies `[n]` of `targets` `[n]` given `states` `[n, d]`, frozen `base` rows `[v, d]`, and `new_rows` for the ids from `first` on;
-    `part` states at a time."""
-
-    @staticmethod
-    def forward(ctx, states, new_rows, targets, base, first, part):
-        losses, d_states = torch.empty(len(states), device=states.device), torch.empty_like(states)
-        d_new = torch.empty(len(states), len(new_rows), device=states.device)
-        new, end = new_rows.to(states.dtype), first + len(new_rows)
-        for rows in torch.arange(len(states), device=states.device).split(part):
-            h, target = states[rows], targets[rows, None]
-            p = torch.empty(len(h), max(len(base), end), device=h.device)
-            p[:, :len(base)] = F.linear(h, base)
-            p[:, first:end] = F.linear(h, new)
-            p = p.log_softmax(-1)
-            losses[rows] = -p.gather(1, target)[:, 0]
-            p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))  # now p - y
-            d_new[rows] = p[:, first:end]
-            p[:, first:end] = 0
-            d_states[rows] = p[:, :len(base)].to(h.dtype) @ base + d_new[rows].to(h.dtype) @ new
-        ctx.save_for_backward(states, d_states, d_new)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):
-        states, d_states, d_new = ctx.saved_tensors
-        return grad[:, None].to(d_states.dtype) * d_states, (grad[:, None] * d_new).T @ states.float(), None, None, None, None
-
-# %% ../nbs/04_vocabulary.ipynb #d469b67c
-@patch
-def frozen_losses(self: ExtendedLM, states, targets):
-    "As `losses_at`, to rounding, for a head whose old rows have no gradient: those of `states` and new rows are made here, not on the way back."
-    return _FrozenHeadLoss.apply(states, self._output_rows(), targets, self.model.get_output_embeddings().weight, self.first_new_id, self._part())
-
-# %% ../nbs/04_vocabulary.ipynb #ac928a5a
-@patch
-def losses_at(self: ExtendedLM, states, targets):
-    """Cross-entropies, float32 `[n]`, of the ids `targets` `[n]` after the last hidden `states` `[n, d]`.
-
-    Logits are there for only a part of the positions at a time, also on the way back."""
-    def losses(states, targets):
-        return F.cross_entropy(self.logits(states), targets, reduction="none")
-
-    if len(states) <= (part := self._part()):
-        return losses(states, targets)
-    if torch.is_grad_enabled() and not self.model.get_output_embeddings().weight.requires_grad:
-        return self.frozen_losses(states, targets)
-    parts = zip(states.split(part), targets.split(part))
-    return torch.cat([checkpoint(losses, *both, use_reentrant=False, preserve_rng_state=False) for both in parts])
-
 # %% ../nbs/04_vocabulary.ipynb #f35f529b
 def keep_packing(model):
     "Stop bitsandbytes from repacking the 4-bit weights of `model`, if it has any, when it is evaluated on a CPU."
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-# %% ../nbs/04_vocabulary.ipynb #e45daa6d
-def check_packing(model):
-    "Raise `UserError` if 4-bit weights of `model` were repacked before: they give no gradients."
-    for module in model.modules():
-        if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
-            raise UserError("the 4-bit weights were repacked for inference and give no gradients: load the base model again")
 
 # %% ../nbs/04_vocabulary.ipynb #cbd354f0
 @patch
@@ -347,6 +256,108 @@ def _check_logits(self: ExtendedLM):
     if (theirs - ours).abs().max() > 0.02 * theirs.abs().max():  # far above rounding, even in bfloat16
         raise UserError(f"{type(self.model).__name__} scales or caps its logits or embeddings in its own way, which isn't "
                         "supported: take a model such as SmolLM2, Llama, Qwen3 or Gemma 3")
+
+# %% ../nbs/04_vocabulary.ipynb #ed72fdcc
+@patch
+def level_logits(self: ExtendedLM, hidden, level: int, codebook_size: int):
+    "Float32 logits `[..., codebook_size]` of one level's codes only."
+    rows = self._output_rows()[level * codebook_size:(level + 1) * codebook_size]
+    return F.linear(hidden, rows.to(hidden.dtype)).float()
+
+
+@patch
+def logsumexp(self: ExtendedLM, hidden):
+    "Log of the softmax's denominator over the whole vocabulary, float32 `[...]`."
+    return self.logits(hidden).logsumexp(-1)
+
+# %% ../nbs/04_vocabulary.ipynb #9da86e03
+@patch
+def token_losses(self: ExtendedLM, input_ids, attention_mask, labels):
+    """Cross-entropy of every supervised token: float32 `[n_supervised]`, in row-major order.
+
+    All arguments are `[B, T]`; `labels` is -100 where nothing is predicted, and `labels[:, t]` is predicted at `t - 1`."""
+    states = self.hidden(input_ids, attention_mask, use_cache=False).last_hidden_state[:, :-1]
+    supervised = labels[:, 1:] != -100
+    return self.losses_at(states[supervised], labels[:, 1:][supervised])
+
+# %% ../nbs/04_vocabulary.ipynb #257fc9f6
+LOGIT_BYTES = 2**26
+
+
+@patch
+def _part(self: ExtendedLM) -> int:
+    "For how many positions logits are made at a time: their float32 bytes are those of the head's matrix, or `LOGIT_BYTES` if that is more."
+    head = self.model.get_output_embeddings().weight
+    return max(1, max(LOGIT_BYTES, head.nbytes) // (4 * max(len(head), self.first_new_id + self.n_new)))
+
+# %% ../nbs/04_vocabulary.ipynb #5b93f620
+def _softmax_of(states, targets, base, new, first, losses, denominators):
+    """Probabilities, float32 `[n, rows]`, of all ids after `states` `[n, d]`; into `losses` `[n]` go the cross-entropies of `targets` `[n, 1]`, into
+    `denominators` `[n]` the logarithms of what the softmax divides by."""
+    p = torch.empty(len(states), max(len(base), first + len(new)), device=states.device)
+    p[:, :len(base)] = F.linear(states, base)
+    p[:, first:first + len(new)] = F.linear(states, new)
+    largest, wanted = p.amax(1, keepdim=True), p.gather(1, targets)
+    total = p.sub_(largest).exp_().sum(1, keepdim=True)
+    losses.copy_((total.log() - (wanted - largest))[:, 0])
+    denominators.copy_((total.log() + largest)[:, 0])
+    return p.div_(total)
+
+# %% ../nbs/04_vocabulary.ipynb #5852a101
+def _pull(p, targets, base, new, first):
+    "The gradient `[n, d]` of the cross-entropies of `targets` `[n, 1]` by the hidden states that have the probabilities `p`, which are used up."
+    p.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=p.dtype))  # now p - y
+    found = p[:, first:first + len(new)].to(new.dtype) @ new
+    p[:, first:first + len(new)] = 0  # not of the spare rows, if new ones stand in their place
+    return found + p[:, :len(base)].to(new.dtype) @ base
+
+# %% ../nbs/04_vocabulary.ipynb #b62261f2
+class _FrozenHeadLoss(torch.autograd.Function):
+    """Cross-entropies `[n]` of `targets` `[n]` given `states` `[n, d]`, frozen `base` rows `[v, d]`, and `new_rows` for the ids from `first` on;
+    `part` states at a time."""
+
+    @staticmethod
+    def forward(ctx, states, new_rows, targets, base, first, part):
+        ctx.first, ctx.part, new = first, part, new_rows.to(states.dtype)
+        d_states, (losses, denominators) = torch.empty_like(states), torch.empty(2, len(states), device=states.device)
+        parts = [t.split(part) for t in (states, targets[:, None], d_states, losses, denominators)]
+        for h, target, d_h, loss, denominator in zip(*parts):
+            d_h.copy_(_pull(_softmax_of(h, target, base, new, first, loss, denominator), target, base, new, first))
+        ctx.save_for_backward(states, new_rows, targets, d_states, denominators)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):
+        states, new_rows, targets, d_states, denominators = ctx.saved_tensors
+        d_new = torch.zeros_like(new_rows)
+        for h, target, denominator, g in zip(*(t.split(ctx.part) for t in (states, targets, denominators, grad))):
+            p = (F.linear(h, new_rows.to(h.dtype)).float() - denominator[:, None]).exp_()
+            code = (target - ctx.first)[:, None]
+            p.scatter_add_(1, code.clamp(0, len(new_rows) - 1), -((code >= 0) & (code < len(new_rows))).float())
+            d_new += (g[:, None] * p).T @ h.float()
+        return grad[:, None].to(d_states.dtype) * d_states, d_new, None, None, None, None
+
+# %% ../nbs/04_vocabulary.ipynb #d469b67c
+@patch
+def frozen_losses(self: ExtendedLM, states, targets):
+    "As `losses_at`, to rounding, for a head whose old rows have no gradient: those of `states` and new rows are made here, not on the way back."
+    return _FrozenHeadLoss.apply(states, self._output_rows(), targets, self.model.get_output_embeddings().weight, self.first_new_id, self._part())
+
+# %% ../nbs/04_vocabulary.ipynb #ac928a5a
+@patch
+def losses_at(self: ExtendedLM, states, targets):
+    """Cross-entropies, float32 `[n]`, of the ids `targets` `[n]` after the last hidden `states` `[n, d]`.
+
+    Logits are there for only a part of the positions at a time, also on the way back."""
+    def losses(states, targets):
+        return F.cross_entropy(self.logits(states), targets, reduction="none")
+
+    if len(states) <= (part := self._part()):
+        return losses(states, targets)
+    if torch.is_grad_enabled() and not self.model.get_output_embeddings().weight.requires_grad:
+        return self.frozen_losses(states, targets)
+    parts = zip(states.split(part), targets.split(part))
+    return torch.cat([checkpoint(losses, *both, use_reentrant=False, preserve_rng_state=False) for both in parts])
 
 # %% ../nbs/04_vocabulary.ipynb #68be8515
 def _linear(layer, dtype):
@@ -687,3 +698,10 @@ def load_base(name: str = "embedded:SmolLM2-135M-Instruct", device="auto", dtype
         raise UserError(f"the language model {name!r} can't be loaded ({str(error).splitlines()[0]}): give an embedded one "
                         f"({', '.join('embedded:' + k for k in EMBEDDED_MODELS)}), the path of a local folder, "
                         f"or the name of a hub model that you can reach") from error
+
+# %% ../nbs/04_vocabulary.ipynb #e45daa6d
+def check_packing(model):
+    "Raise `UserError` if 4-bit weights of `model` were repacked before: they give no gradients."
+    for module in model.modules():
+        if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+            raise UserError("the 4-bit weights were repacked for inference and give no gradients: load the base model again")
