@@ -373,7 +373,8 @@ def ground(lm: ExtendedLM, examples, config: TrainConfig, folder, label: str = "
     model, new_ids = (lm.model, ()) if engine == "split" else (trainer.model, lm.new_ids)
     before = frozen_hash(model, new_ids)
     if engine == "split":
-        print(f"{label}: {trainer.keep(_worth_keeping(examples, config))}", flush=True)
+        again = _worth_keeping(examples, config)
+        print(f"{label}: {trainer.keep(again) if again else 'no example comes up twice, so no prefix is kept'}", flush=True)
     observe = _observer(trainer, folder, spread_steps(config.steps, moments), probe)
     groups = [dict(params=list(trainable(trainer).values()), weight_decay=config.weight_decay)]
     history = fit(trainer, examples, config, folder, label, groups, type(trainer).token_losses, observe)

@@ -1,6 +1,7 @@
 """Shared by the tests: where things are, and how the command line is run."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 SHARED = ROOT.parent / "shared" / "data"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background; every child would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def real_catalogue():
