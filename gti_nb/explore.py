@@ -16,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .core import COLORS, SIMILARITY_SCALE, UserError, read_json, style
+from .core import COLORS, MORE_COLORS, SIMILARITY_SCALE, UserError, read_json, style
 from .geometry import effective_rank, singular_values
 from .config import make_config
 from .diagnosis import MOMENTS, moment_label, rows_of
@@ -27,20 +27,21 @@ from .semantic_ids import LEVEL_NAMES
 # %% ../nbs/14_explore.ipynb #213e2f97
 _DASHES = {"init": "dot", "ground": "dash", "sft": "solid"}
 _FLOOR_COLORS = {"popularity": "#6b7078", "random": "#b9bdc4", "repeat_last": "#90959d", "nearest": "#474b52"}
-_SYMBOLS = ("circle", "diamond", "triangle-up", "star", "hexagon")
+_COLORS = COLORS[:5] + MORE_COLORS
+_SYMBOLS = ("circle", "diamond", "triangle-up", "star", "hexagon", "pentagon", "triangle-left", "bowtie", "hourglass", "star-diamond")
 _FLOOR_SYMBOLS = {"popularity": "square", "random": "x", "repeat_last": "triangle-down", "nearest": "cross"}
 
 
 def _arm_color(run: Run, arm: str) -> str:
     "An arm has the same colour in every figure; floors are grey."
     arms = list(run.config.arms)
-    return COLORS[arms.index(arm) % 5] if arm in arms else _FLOOR_COLORS.get(arm, COLORS[5])
+    return _COLORS[arms.index(arm) % len(_COLORS)] if arm in arms else _FLOOR_COLORS.get(arm, COLORS[5])
 
 
 def _arm_symbol(run: Run, arm: str) -> str:
     "And the same symbol."
     arms = list(run.config.arms)
-    return _SYMBOLS[arms.index(arm) % 5] if arm in arms else _FLOOR_SYMBOLS.get(arm, "square")
+    return _SYMBOLS[arms.index(arm) % len(_SYMBOLS)] if arm in arms else _FLOOR_SYMBOLS.get(arm, "square")
 
 # %% ../nbs/14_explore.ipynb #01f24749
 def _finished(run: Run, stage: str):
@@ -72,7 +73,7 @@ def training_figure(run: Run, stages: list[str]) -> go.Figure:
     one_each = len(found) == len(stages)  # then a curve has its arm's colour
     for k, (stage, kind, steps, losses) in enumerate(found):
         words = [stage] * (len(stages) > 1 or kind == "loss") + [kind] * (kind != "loss")
-        color = _arm_color(run, stage.split("-", 1)[1]) if one_each else COLORS[k % 5]
+        color = _arm_color(run, stage.split("-", 1)[1]) if one_each else _COLORS[k % len(_COLORS)]
         line = dict(name=", ".join(words), legendgroup=str(k), mode="lines", line_color=color)
         if window > 1:
             fig.add_scatter(x=steps, y=losses.round(4), opacity=0.3, showlegend=False, hoverinfo="skip",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from .core import COLORS, Progress, UserError
+from .core import COLORS, MORE_COLORS, Progress, UserError
 from .evaluation import KS, hash_order, to_items
 
 # %% ../nbs/12b_paper.ipynb #09fa3eca
@@ -232,7 +232,7 @@ def curve_figure(table: pd.DataFrame, metric: str):
     gains = "relative" in rows.columns
     names = ["relative", "relative_low", "relative_high"] if gains else ["mean", "low", "high"]
     fig = go.Figure()
-    colors = COLORS[gains:] * len(rows)  # the arm compared with comes first among the arms and has no line of its own
+    colors = (COLORS + MORE_COLORS)[gains:] * len(rows)  # the arm compared with comes first among the arms and has no line of its own
     for color, (arm, part) in zip(colors, rows.groupby("arm", sort=False)):
         _curve(fig, part, names, color, arm)
     fig.update_xaxes(title="k", rangemode="tozero")

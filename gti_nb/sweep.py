@@ -303,12 +303,13 @@ def comparison_figure(runs: list[Run]):
     "A plotly figure: of each kind of metric at its middle cut-off, the mean and interval of every arm in every run."
     from plotly.subplots import make_subplots
 
-    from gti_nb.core import COLORS
+    from gti_nb.core import COLORS, MORE_COLORS
 
     names, tables = _run_names(runs), [pd.DataFrame(run.metrics("comparison")["summary"]) for run in runs]
     chosen = _middle_metrics(tables[0].metric)
     fig = make_subplots(1, len(chosen), subplot_titles=chosen, shared_yaxes=True, horizontal_spacing=0.04)
-    looks = itertools.cycle(zip(COLORS, ("circle", "diamond", "square", "triangle-up", "x", "cross")))
+    symbols = ("circle", "diamond", "square", "triangle-up", "x", "cross", "star", "pentagon", "hourglass", "bowtie")
+    looks = itertools.cycle(zip(COLORS + MORE_COLORS, symbols))
     for name, table, look in zip(names, tables, looks):
         for column, metric in enumerate(chosen, 1):
             fig.add_scatter(**_intervals(table[table.metric == metric], *look), name=name, legendgroup=name, showlegend=column == 1,

@@ -22,13 +22,14 @@ import pytest
 import torch
 from ipywidgets.widgets import widget
 
+from conftest import ROOT
 from gti_nb.app import App, explore
 from gti_nb.core import UserError, read_json, write_json
 from gti_nb.data import Dataset
-from gti_nb.explore import block_cosines, block_edges, open_run, unit_rows
+from gti_nb.explore import _arm_color, _arm_symbol, block_cosines, block_edges, open_run, unit_rows
 from gti_nb.explorer import SIDE, Explorer
 from gti_nb.geometry import cosine_matrix
-from gti_nb.config import make_config
+from gti_nb.config import FLOORS, load_config, make_config
 from gti_nb.pipeline import finish_run
 from gti_nb.stages import Run, _stage_config, run_stage
 from gti_nb.screen import draw, empty_screen, figure, first_choice, joined, unpacked
@@ -58,6 +59,14 @@ def run():
 @pytest.fixture
 def app(run):
     return explore(run.path)
+
+
+@pytest.mark.parametrize("profile", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_two_arms_look_alike(profile, tmp_path):
+    "Not in grey either: then symbols remain, and for lines dashes of moments."
+    run = Run(load_config(profile, {"run_dir": str(tmp_path)}))
+    arms, floors = list(run.config.arms), list(FLOORS)
+    assert len({_arm_color(run, arm) for arm in arms + floors}) == len({_arm_symbol(run, arm) for arm in arms + floors}) == len(arms + floors)
 
 
 def undone(run, folder, *stages):
