@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WIDTH', 'HEIGHT', 'HEATMAPS', 'MAPS', 'LIT', 'SPECTRA', 'RANKS', 'RSAS', 'GREY', 'Choice', 'first_choice', 'Screen',
-           'empty_screen', 'joined', 'labels', 'packed', 'unpacked', 'draw', 'mapped', 'figure', 'token_html',
+           'empty_screen', 'joined', 'labels', 'packed', 'unpacked', 'mapped', 'draw', 'figure', 'token_html',
            'answer_html', 'save_figure']
 
 # %% ../nbs/14c_screen.ipynb #2ac3ba4d
@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
+from fastcore.basics import patch
 
 from .core import COLORS, SIMILARITY_SCALE, UserError, atomic_path, style
-from .explore import block_name
+from .explore import _arm_color, block_name
 from .explorer import Explorer, moment_name, spread
 from .geometry import effective_rank_of
 from .semantic_ids import LEVEL_NAMES
@@ -28,10 +29,9 @@ from .semantic_ids import LEVEL_NAMES
 # %% ../nbs/14c_screen.ipynb #4a635bb8
 @dataclass(frozen=True)
 class Choice:
-    """What is looked at. `left` and `right` are pairs (arm, moment); a moment of None follows `moment`, the slider's.
-    `level`: "all" or a letter; `order`: see `ORDERS`; `reduce`: "mean" or "max"; `window`: places (first row, last row,
-    first column, last column) of that order, or None for all; `lit`: numbers of the tokens that are lit up; `pair`: the
-    two tokens that were picked, or None."""
+    """What is looked at. `left` and `right` are pairs (arm, moment); a moment of None follows `moment`, the slider's. `level`: "all" or a
+    letter; `order`: see `ORDERS`; `reduce`: "mean" or "max"; `window`: places (first row, last row, first column, last column) of that
+    order, or None for all; `lit`: numbers of the tokens that are lit up; `pair`: the two tokens that were picked, or None."""
 
     left: tuple
     right: tuple
@@ -43,10 +43,11 @@ class Choice:
     lit: tuple = ()
     pair: tuple = None
 
-    @property
-    def panels(self) -> list:
-        "The two pairs (arm, moment), each with a moment."
-        return [(arm, moment or self.moment) for arm, moment in (self.left, self.right)]
+# %% ../nbs/14c_screen.ipynb #f2d9b7ae
+@patch(as_prop=True)
+def panels(self: Choice) -> list:
+    "The two pairs (arm, moment), each with a moment."
+    return [(arm, moment or self.moment) for arm, moment in (self.left, self.right)]
 
 # %% ../nbs/14c_screen.ipynb #cd1b19ad
 def first_choice(explorer: Explorer) -> Choice:
@@ -80,7 +81,7 @@ class Screen(NamedTuple):
 _MARGINS = Screen(dict(t=20, b=30, l=_LEFT, r=20), dict(t=36, b=50, l=_LEFT, r=20))
 _HEIGHTS = Screen(112 + _HALF, HEIGHT - 112 - _HALF)
 
-
+# %% ../nbs/14c_screen.ipynb #d0c0e549
 def _domains(panel: int) -> tuple:
     "Where a panel lies in its figure, across and up: shares of what lies within the figure's margins, as plotly wants them."
     left, right, top, bottom = _grid()[panel]
@@ -90,15 +91,9 @@ def _domains(panel: int) -> tuple:
     share = lambda number: min(max(number, 0.0), 1.0)  # rounding must not leave the figure
     return ([share((x - _LEFT) / wide) for x in (left, right)], [share(1 - (y - start) / high) for y in (bottom, top)])
 
-# %% ../nbs/14c_screen.ipynb #d5ca8811
+# %% ../nbs/14c_screen.ipynb #42cbce9c
 def _name(axis: str, panel: int) -> str:
     return axis if panel == 1 else f"{axis}{panel}"
-
-
-HEATMAPS = (0, 1)  # numbers of the left and the right trace in the upper figure; in the lower one:
-MAPS, LIT, SPECTRA, RANKS, RSAS = (0, 1), (2, 3), (4, 5), (6, 7), (8, 9)
-_LEVEL_COLORS = [[(k + d) / 5, COLORS[k]] for k in range(5) for d in (0, 1)]
-_SYMBOLS = ((0, "●"), (2, "◆"), (1, "■"), (5, "▲"), (3, "✚"))  # of a level: plotly's number and the character
 
 
 def _place(fig, panel: int, **look):
@@ -107,38 +102,54 @@ def _place(fig, panel: int, **look):
     for axis, other, domain in zip("xy", "yx", _domains(panel)):
         fig.layout[_name(f"{axis}axis", panel)] = dict(domain=domain, anchor=_name(other, panel), **plain, **look)
 
-# %% ../nbs/14c_screen.ipynb #d0c0e549
+# %% ../nbs/14c_screen.ipynb #5469cced
 def _empty_heatmaps():
-    """The upper figure without data. Its axes can't be bound to each other: bound category axes never forget a category.
-    Every drawing gives both the same ranges."""
+    "The upper figure without data. Every drawing gives the axes of both panels the same ranges, for they aren't bound."
     fig = go.Figure()
     for panel in (1, 2):
         fig.add_heatmap(coloraxis="coloraxis", xaxis=_name("x", panel), yaxis=_name("y", panel), hoverongaps=False,
                         hovertemplate="%{y}<br>%{x}<br>cosine <b>%{z:.3f}</b><extra></extra>")
         _place(fig, panel, type="category")
     (_, right), (bottom, top) = _domains(2)
-    bar = dict(thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], ypad=0, x=right + 0.015, xanchor="left", y=top, yanchor="top",
-               len=top - bottom)
+    bar = dict(thickness=12, tickvals=[-1, -0.5, 0, 0.5, 1], ypad=0, x=right + 0.015, xanchor="left", y=top, yanchor="top", len=top - bottom)
     return fig.update_layout(coloraxis=dict(colorscale=SIMILARITY_SCALE, cmin=-1, cmid=0, cmax=1, colorbar=bar),
                              yaxis2_showticklabels=False, dragmode="zoom")
 
-# %% ../nbs/14c_screen.ipynb #97ec653c
-def _empty_below():
-    "The lower figure without data."
-    fig = go.Figure()
+# %% ../nbs/14c_screen.ipynb #b8d6ed5a
+_LEVEL_COLORS = [[(k + d) / 5, COLORS[k]] for k in range(5) for d in (0, 1)]
+_SYMBOLS = ((0, "●"), (2, "◆"), (1, "■"), (5, "▲"), (3, "✚"))  # of a level: plotly's number and the character
+
+
+def _levels_html(letters) -> str:
+    "The letters of levels, each with its symbol in its colour."
+    looks = [(letter, LEVEL_NAMES.index(letter) % 5) for letter in letters]
+    return " ".join(f"<span style='color:{COLORS[k]}'>{_SYMBOLS[k][1]}<b>{letter}</b></span>" for letter, k in looks)
+
+# %% ../nbs/14c_screen.ipynb #fe429f7f
+def _add_maps(fig):
     scale = dict(colorscale=_LEVEL_COLORS, cmin=-0.5, cmax=4.5, size=5, opacity=0.75)
     ring = dict(size=11, color="rgba(0,0,0,0)", line=dict(color="#111", width=1.6))
     for marker, mode in ((scale, "markers"), (ring, "markers+text")):
         for panel in (3, 4):
             fig.add_scatter(xaxis=f"x{panel}", yaxis=f"y{panel}", marker=marker, hoverinfo="text", mode=mode,
                             textposition="top center", cliponaxis=False)
-    for panel, hover in ((5, "value %{x}: %{y:.3g}"), (6, "%{x}: %{y:.1f}"), (7, "%{x}: %{y:.3f}")):
+
+
+def _add_lines(fig):
+    words = ((5, "number of the value", "value %{x}: %{y:.3g}"), (6, "moment", "%{x}: %{y:.1f}"), (7, "moment", "%{x}: %{y:.3f}"))
+    for panel, title, hover in words:
         for side in (0, 1):
             fig.add_scatter(xaxis=f"x{panel}", yaxis=f"y{panel}", mode="lines+markers", hovertemplate=hover)
+        fig.layout[f"xaxis{panel}"].title = dict(text=title, font_size=11, standoff=6)
+
+# %% ../nbs/14c_screen.ipynb #587394aa
+def _empty_below():
+    "The lower figure without data."
+    fig = go.Figure()
     for panel in range(3, 8):  # no numbers where there's no line yet
         _place(fig, panel, showticklabels=False, fixedrange=True, **(dict(mirror=True) if panel < 5 else dict(tickfont_size=10)))
-    for panel, title in ((5, "number of the value"), (6, "moment"), (7, "moment")):
-        fig.layout[f"xaxis{panel}"].title = dict(text=title, font_size=11, standoff=6)
+    _add_maps(fig)
+    _add_lines(fig)
     return fig.update_layout(xaxis4_matches="x3", yaxis4_matches="y3", yaxis6_rangemode="tozero",
                              yaxis5=dict(type="log", exponentformat="power", dtick=1), dragmode=False)
 
@@ -151,7 +162,11 @@ def empty_screen(figure=go.Figure) -> Screen:
         made.append(figure(fig))  # of a complete one: a widget sends a message for every change
     return Screen(*made)
 
-# %% ../nbs/14c_screen.ipynb #c050ece2
+
+HEATMAPS = (0, 1)  # numbers of the left and the right trace in the upper figure; in the lower one:
+MAPS, LIT, SPECTRA, RANKS, RSAS = (0, 1), (2, 3), (4, 5), (6, 7), (8, 9)
+
+# %% ../nbs/14c_screen.ipynb #30f2e460
 def _moved(layout: dict, place) -> dict:
     "A figure's layout as part of a larger figure, `place` being what becomes of a height."
     layout["annotations"] = [note | {"y": place(note["y"])} for note in layout.get("annotations", [])]
@@ -175,26 +190,26 @@ def joined(screen: Screen) -> go.Figure:
     notes = above["annotations"] + below["annotations"]
     return go.Figure(parts[0]["data"] + parts[1]["data"], below | above | dict(annotations=notes, height=HEIGHT, margin=margin))
 
-# %% ../nbs/14c_screen.ipynb #7d4fe183
+# %% ../nbs/14c_screen.ipynb #8ec88966
 def _short(title: str, most: int = 30) -> str:
     return title if len(title) <= most else title[:most - 1].rstrip() + "…"
 
 
+def _some_items(explorer: Explorer, number: int) -> str:
+    "Two titles of a token's items, as HTML, and how many more there are."
+    rows = explorer.items_with(number)
+    titles = "; ".join(html.escape(_short(explorer.titles[row])) for row in rows[:2])
+    return titles + (f"; {len(rows) - 2} more" if len(rows) > 2 else "") or "no item"
+
+
 def labels(explorer: Explorer, blocks) -> list:
     "A label for each block of tokens (an array of numbers): names, level, and for a single token some items. HTML, distinct."
-    found = []
-    for block in blocks:
+    def label(block):
         level, name = LEVEL_NAMES[explorer.level_of[block[0]]], block_name([explorer.names[number] for number in block])
-        if len(block) > 1:
-            found.append(f"<b>{name}</b>, level {level}: {len(block)} tokens")
-            continue
-        rows = explorer.items_with(block[0])
-        titles = "; ".join(html.escape(_short(explorer.titles[row])) for row in rows[:2])
-        more = f"; {len(rows) - 2} more" if len(rows) > 2 else ""
-        found.append(f"<b>{name}</b>, level {level}: {titles + more or 'no item'}")
-    return found
+        return f"<b>{name}</b>, level {level}: {f'{len(block)} tokens' if len(block) > 1 else _some_items(explorer, block[0])}"
+    return [label(block) for block in blocks]
 
-# %% ../nbs/14c_screen.ipynb #8ec88966
+# %% ../nbs/14c_screen.ipynb #505c9055
 def packed(values) -> dict:
     "A matrix of numbers as plotly reads it in base64: float32, row by row."
     values = np.ascontiguousarray(values, dtype=np.float32)
@@ -205,84 +220,88 @@ def unpacked(spec) -> np.ndarray:
     "The matrix that `packed` packed."
     return np.frombuffer(base64.b64decode(spec["bdata"]), np.float32).reshape([int(n) for n in spec["shape"].split(",")])
 
-# %% ../nbs/14c_screen.ipynb #62ff1513
+# %% ../nbs/14c_screen.ipynb #570b9d97
 def _ticks(explorer: Explorer, blocks, most: int) -> dict:
     "Axis ticks: every name if they are at most `most`, some if one level is shown, else the letter of each level."
     levels = explorer.level_of[[block[0] for block in blocks]]
-    names = [html.escape(explorer.names[block[0]]) for block in blocks]
-    if len(blocks) <= most:
-        return dict(tickvals=[*range(len(blocks))], ticktext=names)
-    if levels[0] == levels[-1]:
-        at = spread(np.arange(len(blocks)), 5)
-        return dict(tickvals=at.tolist(), ticktext=[names[k] for k in at])
-    found = [level for level in dict.fromkeys(levels.tolist())]
-    middles = [float(np.flatnonzero(levels == level).mean()) for level in found]
-    return dict(tickvals=middles, ticktext=[LEVEL_NAMES[level] for level in found])
+    if len(blocks) > most and levels[0] != levels[-1]:
+        found = [*dict.fromkeys(levels.tolist())]
+        middles = [float(np.flatnonzero(levels == level).mean()) for level in found]
+        return dict(tickvals=middles, ticktext=[LEVEL_NAMES[level] for level in found])
+    at = spread(np.arange(len(blocks)), len(blocks) if len(blocks) <= most else 5)
+    return dict(tickvals=at.tolist(), ticktext=[html.escape(explorer.names[blocks[k][0]]) for k in at])
+
+# %% ../nbs/14c_screen.ipynb #0c396890
+def _line(axis: str, side: str, at: float, **look) -> dict:
+    "A line through a whole heatmap, `side` being \"\" for the left and \"2\" for the right one, at a place of its x or y axis."
+    other = {"x": "y", "y": "x"}[axis]
+    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
+    return {"type": "line", f"{axis}ref": f"{axis}{side}", f"{other}ref": f"{other}{side} domain", "line": look, **ends}
 
 
 def _places(blocks, numbers) -> list:
     "For each of `numbers` (tokens) the place of its block, where it has one."
-    if not numbers:
-        return []
-    of = {int(token): place for place, block in enumerate(blocks) for token in block}
+    of = {int(token): place for place, block in enumerate(blocks) for token in block} if numbers else {}
     return [of[number] for number in numbers if number in of]
 
-# %% ../nbs/14c_screen.ipynb #9ee674ea
+# %% ../nbs/14c_screen.ipynb #ca6d67c6
+def _lines(explorer: Explorer, axis: str, side: str, blocks, lit) -> list:
+    "Lines between levels, and dotted ones through the tokens `lit`, at the places of one axis."
+    levels = explorer.level_of[[block[0] for block in blocks]]
+    edges = [_line(axis, side, float(edge) + 0.5, color="#444", width=0.8) for edge in np.flatnonzero(np.diff(levels))]
+    return edges + [_line(axis, side, place, color="#111", width=1, dash="dot") for place in _places(blocks, lit)]
+
+
+def _frame(side: str, view, pair) -> list:
+    "A frame around the cell of the tokens `pair` (of its row and its column), if it is in the view."
+    return [dict(type="rect", xref=f"x{side}", yref=f"y{side}", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5,
+                 line=dict(color="#111", width=2)) for y in _places(view.rows, pair[:1]) for x in _places(view.columns, pair[1:])]
+
+
 def _marks(explorer: Explorer, view, choice: Choice) -> list:
     "Lines between levels, crosses through the lit tokens, and a frame around the picked pair, on both heatmaps."
-    found, blocks = [], (view.columns, view.rows)
-    for side in ("", "2"):
-        for axis, own in zip("xy", blocks):
-            other = {"x": "y", "y": "x"}[axis]
-            def line(at, **look):
-                ends = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
-                found.append(dict(type="line", xref=f"x{side}" + " domain" * (axis == "y"),
-                                  yref=f"y{side}" + " domain" * (axis == "x"), line=look, **ends))
-            levels = explorer.level_of[[block[0] for block in own]]
-            for edge in np.flatnonzero(np.diff(levels)):
-                line(float(edge) + 0.5, color="#444", width=0.8)
-            for place in _places(own, choice.lit):
-                line(place, color="#111", width=1, dash="dot")
-        ends = [_places(own, choice.pair or ())[:1] if token is None else _places(own, [token])
-                for own, token in zip(blocks, (choice.pair or (None, None))[::-1])]
-        if choice.pair and all(ends):
-            (x,), (y,) = ends
-            found.append(dict(type="rect", xref=f"x{side}", yref=f"y{side}", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5,
-                              line=dict(color="#111", width=2)))
-    return found
+    return [mark for side in ("", "2") for mark in (
+        *_lines(explorer, "x", side, view.columns, choice.lit), *_lines(explorer, "y", side, view.rows, choice.lit),
+        *_frame(side, view, choice.pair or ()))]
 
-# %% ../nbs/14c_screen.ipynb #505c9055
+# %% ../nbs/14c_screen.ipynb #ab3ae46f
 def _caption(explorer: Explorer, choice: Choice, view, done: float) -> str:
     "What a cell of the heatmaps is, in a line."
-    n, (down, across) = len(explorer.names), view.sizes
-    cell = "each cell is one cosine" if down == across == 1 else (
-        f"each cell is the {'mean' if choice.reduce == 'mean' else 'maximum'} over {down:,} × {across:,} pairs of tokens")
+    cell = "each cell is one cosine" if view.sizes == (1, 1) else (
+        f"each cell is the {'mean' if choice.reduce == 'mean' else 'maximum'} over {view.sizes[0]:,} × {view.sizes[1]:,} pairs of tokens")
     levels = "all levels" if choice.level == "all" else f"level {choice.level}"
-    shown = sum(map(len, view.rows)), sum(map(len, view.columns))
-    what = f"{shown[0]:,} × {shown[1]:,} of {n:,} tokens" if choice.window else f"{shown[0]:,} tokens"
-    wait = "" if done == 1 else f" ({done:.0%} computed)"
-    return f"{what}, {levels}, by {choice.order}; {cell}{wait}"
+    rows, columns = sum(map(len, view.rows)), sum(map(len, view.columns))
+    what = f"{rows:,} × {columns:,} of {len(explorer.names):,} tokens" if choice.window else f"{rows:,} tokens"
+    return f"{what}, {levels}, by {choice.order}; {cell}{'' if done == 1 else f' ({done:.0%} computed)'}"
 
-# %% ../nbs/14c_screen.ipynb #681fb6dc
+# %% ../nbs/14c_screen.ipynb #04200d7c
 _LINES = (("dash", "╍╍"), ("solid", "━━"))  # of a side: plotly's name and what it looks like
 
 
+def _colors(explorer: Explorer, choice: Choice) -> list:
+    "The colours of the two sides: of their arms, or grey for the left one if both show the same arm."
+    left, right = [arm for arm, _ in choice.panels]
+    return [COLORS[5] if left == right else _arm_color(explorer.run, left), _arm_color(explorer.run, right)]
+
+
+def _panel_title(explorer: Explorer, choice: Choice, side: int) -> str:
+    "The title of the left (0) or right (1) heatmap."
+    (arm, moment), color = choice.panels[side], _colors(explorer, choice)[side]
+    stands = explorer.moment_at(arm, moment)
+    still = "" if stands == moment else " (stands still)"
+    return f"<span style='color:{color}'>{_LINES[side][1]}</span> <b>{html.escape(arm)}</b>, {moment_name(stands)}{still}"
+
+# %% ../nbs/14c_screen.ipynb #27f27c48
 def _notes(words: dict) -> list:
     "Titles over panels, a text for each panel's number, as annotations."
     look = dict(xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False, yshift=5)
-    places = {panel: _domains(panel) for panel in words}
-    return [look | dict(x=across[0], y=up[1], text=words[panel], font_size=13 if panel < 3 else 12)
-            for panel, (across, up) in places.items()]
+    return [look | dict(x=_domains(panel)[0][0], y=_domains(panel)[1][1], text=text, font_size=13 if panel < 3 else 12)
+            for panel, text in words.items()]
 
 
 def _upper_titles(explorer: Explorer, choice: Choice, caption: str) -> list:
     "The caption, the titles of the heatmaps, and the colour bar's."
-    words = {}
-    for panel, (arm, moment), color, (_, line) in zip((1, 2), choice.panels, _colors(explorer, choice), _LINES):
-        stands = explorer.moment_at(arm, moment)
-        still = "" if stands == moment else " (stands still)"
-        words[panel] = f"<span style='color:{color}'>{line}</span> <b>{html.escape(arm)}</b>, {moment_name(stands)}{still}"
-    left, right = notes = _notes(words)
+    left, right = notes = _notes({1 + side: _panel_title(explorer, choice, side) for side in (0, 1)})
     top = left | dict(x=0, y=1, yshift=-20, text=caption, font=dict(size=12, color="#555"))
     bar = right | dict(x=_domains(2)[0][1] + 0.015, text="cosine", font_size=12)
     return [top, *notes, bar]
@@ -291,67 +310,39 @@ def _upper_titles(explorer: Explorer, choice: Choice, caption: str) -> list:
 def _lower_titles(explorer: Explorer, choice: Choice) -> list:
     "The titles of the maps, with the colours and symbols of the levels, and of the lines."
     letters = [choice.level] if choice.level != "all" else LEVEL_NAMES[:explorer.sids.levels]
-    looks = [(letter, LEVEL_NAMES.index(letter) % 5) for letter in letters]
-    colored = " ".join(f"<span style='color:{COLORS[k]}'>{_SYMBOLS[k][1]}<b>{letter}</b></span>" for letter, k in looks)
-    words = {3 + side: f"map of {html.escape(arm)}; {'level' if len(letters) == 1 else 'levels'} {colored}"
+    words = {3 + side: f"map of {html.escape(arm)}; {'level' if len(letters) == 1 else 'levels'} {_levels_html(letters)}"
              for side, (arm, _) in enumerate(choice.panels)}
     return _notes(words | {5: "spectrum: share of the sum", 6: "effective rank", 7: "RSA with codebooks, centred"})
-
-# %% ../nbs/14c_screen.ipynb #63c2fdee
-def _colors(explorer: Explorer, choice: Choice) -> list:
-    "The colours of the two sides: of their arms, or grey for the left one if both show the same arm."
-    arms, (left, right) = list(explorer.run.config.arms), [arm for arm, _ in choice.panels]
-    return [COLORS[5] if left == right else COLORS[arms.index(left) % 5], COLORS[arms.index(right) % 5]]
-
-# %% ../nbs/14c_screen.ipynb #570b9d97
-def draw(explorer: Explorer, screen: Screen, choice: Choice):
-    "Bring `screen`, from `empty_screen`, to what `choice` shows; a generator that yields after each step."
-    order = explorer.order(choice.order, choice.level, choice.right[0])
-    sides = [explorer.views(arm, moment, order, choice.window, choice.reduce) for arm, moment in choice.panels]
-    views = [next(side) for side in sides]
-    with screen.heatmaps.batch_update():
-        _draw_heatmaps(explorer, screen.heatmaps, choice, views)
-        _draw_axes(explorer, screen.heatmaps, choice, views[0])
-    yield
-    with screen.below.batch_update():
-        _draw_maps(explorer, screen.below, choice, order)
-    yield
-    for side, steps in enumerate(sides):
-        shown = 0
-        for views[side] in steps:
-            if views[side].done == 1 or views[side].done > shown + 0.1:  # not each tile is worth a message
-                shown = views[side].done
-                with screen.heatmaps.batch_update():
-                    _draw_heatmaps(explorer, screen.heatmaps, choice, views)
-            yield
-    yield from _draw_spectra(explorer, screen.below, choice)
-    yield from _draw_paths(explorer, screen.below, choice)
 
 # %% ../nbs/14c_screen.ipynb #0b992aeb
 def _draw_heatmaps(explorer, fig, choice, views):
     "The cells that are known, and the titles."
-    for trace, view in zip(HEATMAPS, views):
-        fig.data[trace].z = packed(view.values)
-    caption = _caption(explorer, choice, views[0], min(view.done for view in views))
-    fig.layout.annotations = _upper_titles(explorer, choice, caption)
+    for trace, view in zip(HEATMAPS, views): fig.data[trace].z = packed(view.values)
+    done = min(view.done for view in views)
+    fig.layout.annotations = _upper_titles(explorer, choice, _caption(explorer, choice, views[0], done))
 
 # %% ../nbs/14c_screen.ipynb #40c86a49
 def _draw_axes(explorer, fig, choice, view):
     "Labels, ticks, ranges and marks of the heatmaps."
     rows, columns = labels(explorer, view.rows), labels(explorer, view.columns)
+    across = dict(categoryarray=columns, range=[-0.5, len(columns) - 0.5], **_ticks(explorer, view.columns, 8))
+    down = dict(categoryarray=rows, range=[len(rows) - 0.5, -0.5], **_ticks(explorer, view.rows, 12))
     for trace, side in zip(HEATMAPS, ("", "2")):
         fig.data[trace].update(x=columns, y=rows)
-        for axis, names, ends, blocks, most in (("x", columns, [-0.5, len(columns) - 0.5], view.columns, 8),  # side by side
-                                                ("y", rows, [len(rows) - 0.5, -0.5], view.rows, 12)):
-            fig.layout[f"{axis}axis{side}"].update(  # without the array, plotly keeps the places of an earlier window
-                categoryorder="array", categoryarray=names, range=ends, autorange=False, **_ticks(explorer, blocks, most))
+        for axis, what in (("x", across), ("y", down)):  # without the array, plotly keeps the places of an earlier window
+            fig.layout[f"{axis}axis{side}"].update(categoryorder="array", autorange=False, **what)
     fig.layout.shapes = _marks(explorer, view, choice)
 
-# %% ../nbs/14c_screen.ipynb #5179ca2e
+# %% ../nbs/14c_screen.ipynb #2b8e45d2
+def _marked(choice: Choice) -> list:
+    "The tokens that are lit or picked, each once."
+    return [*dict.fromkeys((*choice.lit, *(choice.pair or ())))]
+
+
 def mapped(order, choice: Choice) -> np.ndarray:
     "The tokens that the maps show: at most 1,024 of the order, evenly spread, and those that are lit or picked."
-    more = [number for number in (*choice.lit, *(choice.pair or ())) if number in set(order.tokens.tolist())]
-    return np.unique(np.concatenate([spread(order.tokens, 1024), np.array(more, dtype=int)]))
+    more = np.array(_marked(choice), dtype=int)
+    return np.unique(np.concatenate([spread(order.tokens, 1024), more[np.isin(more, order.tokens)]]))
 
 # %% ../nbs/14c_screen.ipynb #4f3290c2
 def _apart(names: list, at, close) -> list:
@@ -364,26 +355,40 @@ def _apart(names: list, at, close) -> list:
     return found
 
 # %% ../nbs/14c_screen.ipynb #b6cc1a48
-def _draw_maps(explorer, fig, choice, order):
-    "Where the tokens lie, on one plane and one scale for both arms and the whole path; and the titles of the lower figure."
-    arms = [arm for arm, _ in choice.panels]
-    numbers, plane = mapped(order, choice), explorer.plane(arms, choice.level)
-    marked = [number for number in dict.fromkeys((*choice.lit, *(choice.pair or ()))) if number in set(numbers.tolist())]
-    hover, levels, reach, rings = labels(explorer, numbers[:, None]), explorer.level_of[numbers] % 5, np.full(2, 0.02), []
-    for side, (arm, moment) in enumerate(choice.panels):
-        at, last = (explorer.positions(arm, when, numbers, plane) for when in (moment, explorer.timeline[-1]))
-        reach = np.max([reach, *np.abs(at), *np.abs(last)], axis=0)
-        fig.data[MAPS[side]].update(x=at[:, 0], y=at[:, 1], text=hover)
-        fig.data[MAPS[side]].marker.update(color=levels, symbol=[_SYMBOLS[level][0] for level in levels])
-        rings.append(at[np.searchsorted(numbers, marked)])
-    wide = 1.12 * max(reach[0], _RATIO * reach[1])
-    fig.layout.xaxis3.range, fig.layout.yaxis3.range = [-wide, wide], [-wide / _RATIO, wide / _RATIO]
+def _draw_points(explorer, fig, numbers, places):
+    "The tokens `numbers` as points of both maps, at `places` (two arrays [n, 2])."
+    hover, levels = labels(explorer, numbers[:, None]), explorer.level_of[numbers] % 5
+    symbols = [_SYMBOLS[level][0] for level in levels]
+    for trace, at in zip(MAPS, places):
+        fig.data[trace].update(x=at[:, 0], y=at[:, 1], text=hover)
+        fig.data[trace].marker.update(color=levels, symbol=symbols)
+
+
+def _draw_rings(explorer, fig, marked, places, wide):
+    "Rings and names for the tokens `marked` on both maps, which reach `wide` to either side."
     names = [html.escape(explorer.names[number]) for number in marked]
-    for trace, at in zip(LIT, rings):
+    for trace, at in zip(LIT, places):
         fig.data[trace].update(x=at[:, 0], y=at[:, 1], text=_apart(names, at, wide * np.array([0.2, 0.1])))
-    fig.layout.annotations = _lower_titles(explorer, choice)
 
 # %% ../nbs/14c_screen.ipynb #46ac7fec
+def _reach(places) -> float:
+    "How far a map goes to either side, to show all of `places` (arrays [n, 2]) with some room."
+    across, up = np.max([np.full(2, 0.02), *(np.abs(at).max(0) for at in places)], axis=0)
+    return 1.12 * max(across, _RATIO * up)
+
+
+def _draw_maps(explorer, fig, choice, order):
+    "Where the tokens lie, on one plane and one scale for both arms and the whole path; and the titles of the lower figure."
+    numbers, plane = mapped(order, choice), explorer.plane([arm for arm, _ in choice.panels], choice.level)
+    now = [explorer.positions(arm, moment, numbers, plane) for arm, moment in choice.panels]
+    wide = _reach(now + [explorer.positions(arm, explorer.timeline[-1], numbers, plane) for arm, _ in choice.panels])
+    marked = [number for number in _marked(choice) if number in numbers]
+    _draw_points(explorer, fig, numbers, now)
+    _draw_rings(explorer, fig, marked, [at[np.searchsorted(numbers, marked)] for at in now], wide)
+    fig.layout.xaxis3.range, fig.layout.yaxis3.range = [-wide, wide], [-wide / _RATIO, wide / _RATIO]
+    fig.layout.annotations = _lower_titles(explorer, choice)
+
+# %% ../nbs/14c_screen.ipynb #e8bb0be8
 def _draw_spectra(explorer, fig, choice):
     "The singular values of both panels' rows as shares of their sum."
     shares = []
@@ -400,42 +405,81 @@ def _draw_spectra(explorer, fig, choice):
         fig.update_layout(xaxis5_showticklabels=True, yaxis5_showticklabels=True)
     yield
 
-
-def _short_moment(moment: str) -> str:
-    return {"init": "start", "ground": "end", "sft": "tuned"}.get(moment, moment.removeprefix("step "))
-
-# %% ../nbs/14c_screen.ipynb #8692a890
-def _draw_paths(explorer, fig, choice):
-    "Effective rank and RSA at every moment; larger points where the panels stand."
-    ranks, rsas = ([{}, {}] for _ in range(2))
+# %% ../nbs/14c_screen.ipynb #2f2cb4d6
+def _follow(explorer, choice):
+    "Effective ranks and RSAs: two dicts of (side, moment); a generator that yields while it works, and returns them."
+    ranks, rsas = {}, {}
     for moment in explorer.timeline:
         for side, (arm, _) in enumerate(choice.panels):
             for values in explorer.spectrum_steps(arm, moment, choice.level):
                 yield
-            ranks[side][moment] = effective_rank_of(values)
-            rsas[side][moment] = explorer.codebook_rsa(arm, moment, choice.level)
+            ranks[side, moment] = effective_rank_of(values)
+            rsas[side, moment] = explorer.codebook_rsa(arm, moment, choice.level)
+    return ranks, rsas
+
+# %% ../nbs/14c_screen.ipynb #c750381e
+def _short_moment(moment: str) -> str:
+    return {"init": "start", "ground": "end", "sft": "tuned"}.get(moment, moment.removeprefix("step "))
+
+
+def _show_path(trace, names, found, now: int, color, dash):
+    "One number along the path: `found` at the moments `names`, NaN left out; the one at place `now` is larger."
+    numbers = [round(number, 4) if np.isfinite(number) else None for number in found]
+    sizes = [9 if place == now else 4 for place in range(len(names))]
+    trace.update(x=names, y=numbers, line=dict(color=color, width=1.8, dash=dash), marker=dict(size=sizes, color=color))
+
+# %% ../nbs/14c_screen.ipynb #ce87ae2f
+def _draw_paths(explorer, fig, choice):
+    "Effective rank and RSA at every moment; larger points where the panels stand."
+    ranks, rsas = yield from _follow(explorer, choice)
     names = [_short_moment(moment) for moment in explorer.timeline]
     with fig.batch_update():
-        for side, ((arm, now), color) in enumerate(zip(choice.panels, _colors(explorer, choice))):
-            sizes = [9 if moment == now else 4 for moment in explorer.timeline]
-            for trace, found in ((RANKS[side], ranks[side]), (RSAS[side], rsas[side])):
-                numbers = [round(found[moment], 4) if np.isfinite(found[moment]) else None for moment in explorer.timeline]
-                line = dict(color=color, width=1.8, dash=_LINES[side][0])
-                fig.data[trace].update(x=names, y=numbers, line=line, marker=dict(size=sizes, color=color))
+        for side, ((_, now), color) in enumerate(zip(choice.panels, _colors(explorer, choice))):
+            for trace, found in ((RANKS[side], ranks), (RSAS[side], rsas)):
+                _show_path(fig.data[trace], names, [found[side, moment] for moment in explorer.timeline],
+                           explorer.timeline.index(now), color, _LINES[side][0])
         for panel in (6, 7):
             fig.layout[f"xaxis{panel}"].update(type="category", categoryorder="array", categoryarray=names, showticklabels=True)
             fig.layout[f"yaxis{panel}"].showticklabels = True
     yield
 
+# %% ../nbs/14c_screen.ipynb #2f2069b6
+def _draw_more(explorer, fig, choice, sides, views):
+    "What is still missing of both `views`, from the generators `sides`."
+    for side, steps in enumerate(sides):
+        shown = 0
+        for views[side] in steps:
+            if views[side].done == 1 or views[side].done > shown + 0.1:  # not each tile is worth a message
+                shown = views[side].done
+                with fig.batch_update():
+                    _draw_heatmaps(explorer, fig, choice, views)
+            yield
+
+# %% ../nbs/14c_screen.ipynb #5ebb1489
+def draw(explorer: Explorer, screen: Screen, choice: Choice):
+    "Bring `screen`, from `empty_screen`, to what `choice` shows; a generator that yields after each step."
+    order = explorer.order(choice.order, choice.level, choice.right[0])
+    sides = [explorer.views(arm, moment, order, choice.window, choice.reduce) for arm, moment in choice.panels]
+    views = [next(side) for side in sides]
+    with screen.heatmaps.batch_update():
+        _draw_heatmaps(explorer, screen.heatmaps, choice, views)
+        _draw_axes(explorer, screen.heatmaps, choice, views[0])
+    yield
+    with screen.below.batch_update():
+        _draw_maps(explorer, screen.below, choice, order)
+    yield
+    yield from _draw_more(explorer, screen.heatmaps, choice, sides, views)
+    yield from _draw_spectra(explorer, screen.below, choice)
+    yield from _draw_paths(explorer, screen.below, choice)
+
 # %% ../nbs/14c_screen.ipynb #1c43db8a
 def figure(explorer: Explorer, choice: Choice) -> go.Figure:
     "All panels of a choice as one ordinary figure, complete."
     screen = empty_screen()
-    for _ in draw(explorer, screen, choice):
-        pass
+    for _ in draw(explorer, screen, choice): pass
     return joined(screen)
 
-# %% ../nbs/14c_screen.ipynb #61c98edb
+# %% ../nbs/14c_screen.ipynb #59fa65d0
 GREY = "color:#666"
 
 
@@ -444,36 +488,57 @@ def _pairs_html(pairs) -> str:
     return ", ".join(f"<span style='white-space:nowrap'><code>{name}</code> {cosine:.2f}</span>" for name, cosine in names)
 
 
+def _items_html(titles, count: int) -> str:
+    "Some `titles` of `count` items as a list."
+    listed = "".join(f"<li>{html.escape(title)}</li>" for title in titles) or "<li>no item has this token</li>"
+    more = f"<span style='{GREY}'>and {count - len(titles)} more</span><br>" if count > len(titles) else ""
+    return f"<ul style='margin:2px 0 4px 18px;padding:0'>{listed}</ul>{more}"
+
+# %% ../nbs/14c_screen.ipynb #d2ec70cf
 def token_html(found: dict, near_text) -> str:
     "What `Explorer.token` found, and the nearest old tokens (`near_text`, or a text in their place), as HTML."
-    titles = "".join(f"<li>{html.escape(title)}</li>" for title in found["titles"])
-    more = found["count"] - len(found["titles"])
     old = html.escape(near_text) if isinstance(near_text, str) else _pairs_html(near_text)
     return (f"<b style='font-size:14px'>{html.escape(found['name'])}</b> <span style='{GREY}'>level {found['level']}, "
-            f"{found['count']} item{'s' * (found['count'] != 1)}</span>"
-            f"<ul style='margin:2px 0 4px 18px;padding:0'>{titles or '<li>no item has this token</li>'}</ul>"
-            f"{f'<span style={GREY!r}>and {more} more</span><br>' if more > 0 else ''}"
+            f"{found['count']} item{'s' * (found['count'] != 1)}</span>{_items_html(found['titles'], found['count'])}"
             f"<span style='{GREY}'>nearest new tokens</span><br>{_pairs_html(found['near'])}<br>"
             f"<span style='{GREY}'>nearest text tokens</span><br>{old}")
 
 # %% ../nbs/14c_screen.ipynb #1fd12b98
+def _percent(p: float) -> str:
+    return f"{p:.1%}" if p >= 0.001 else f"{p:.0e}"
+
+
+def _beams_html(beams) -> str:
+    "The SIDs of an answer, with their items."
+    return "".join(f"<p style='margin:6px 0;line-height:1.4'><code>{html.escape(row.sid)}</code> <span style='{GREY}'>"
+                   f"{_percent(row.probability)}</span><br>{html.escape('; '.join(row.titles))}</p>" for row in beams.itertuples())
+
+
+def _level_html(letter: str, table) -> str:
+    "The codes that could follow at a level, as rows of a table."
+    bar = "<div style='background:#4269d0;height:8px;width:{}px'></div>"
+    rows = "".join(f"<tr><td style='text-align:left'>{'<b>' * row.chosen}<code>{html.escape(row.token)}</code>{'</b> ◂' * row.chosen}</td>"
+                   f"<td>{bar.format(max(1, round(90 * min(row.probability, 1))))}</td>"
+                   f"<td style='text-align:right'>{_percent(row.probability)}</td>"
+                   f"<td style='{GREY}'>{row.items} item{'s' * (row.items != 1)}</td></tr>" for row in table.itertuples())
+    return f"<tr><td colspan=4 style='{GREY};text-align:left'>level {letter}</td></tr>{rows}"
+
+# %% ../nbs/14c_screen.ipynb #fc82f480
 def answer_html(answer) -> str:
     "An `Answer` as HTML: the SIDs with their items, then, level by level, what else could have come."
-    def bar(p): return f"<div style='background:#4269d0;height:8px;width:{max(1, round(90 * min(p, 1)))}px'></div>"
-    def number(p): return f"{p:.1%}" if p >= 0.001 else f"{p:.0e}"
-    left, right = (f"<td style='text-align:{side}'>" for side in ("left", "right"))
-    beams = "".join(f"<p style='margin:6px 0;line-height:1.4'><code>{html.escape(row.sid)}</code> <span style='{GREY}'>"
-                    f"{number(row.probability)}</span><br>{html.escape('; '.join(row.titles))}</p>" for row in answer.beams.itertuples())
-    levels = ""
-    for letter, table in zip(LEVEL_NAMES, answer.levels):
-        levels += f"<tr><td colspan=4 style='{GREY};text-align:left'>level {letter}</td></tr>" + "".join(
-            f"<tr>{left}{'<b>' * row.chosen}<code>{html.escape(row.token)}</code>{'</b> ◂' * row.chosen}</td>"
-            f"<td>{bar(row.probability)}</td>{right}{number(row.probability)}</td>"
-            f"<td style='{GREY}'>{row.items} item{'s' * (row.items != 1)}</td></tr>" for row in table.itertuples())
-    return (f"<i>{html.escape(answer.prompt)}</i>{beams}<p style='margin:8px 0 0'><b>Level by level</b></p>"
+    levels = "".join(map(_level_html, LEVEL_NAMES, answer.levels))
+    return (f"<i>{html.escape(answer.prompt)}</i>{_beams_html(answer.beams)}<p style='margin:8px 0 0'><b>Level by level</b></p>"
             f"<table style='line-height:1.4'>{levels}</table>")
 
 # %% ../nbs/14c_screen.ipynb #d46955e6
+def _picture(fig) -> bytes:
+    "A PNG at twice the size of `fig`. Raises `UserError` where no browser can draw it."
+    try:
+        return fig.to_image(format="png", scale=2)
+    except Exception as error:
+        raise UserError(f"no PNG, since no browser could draw it ({type(error).__name__}): install chromium, or save as HTML") from None
+
+
 def save_figure(fig, path, about: str = "") -> Path:
     """Write `fig`, a figure or its dict, to `path`: a PNG at twice its size, or, by the ending .html, a page that needs no
     kernel and no net.
@@ -482,14 +547,8 @@ def save_figure(fig, path, about: str = "") -> Path:
     path, fig = Path(path), go.Figure(fig).update_layout(xaxis2_matches="x", yaxis2_matches="y")
     if path.suffix not in (".png", ".html"):
         raise UserError(f"can't write a figure to {path}: end it with .png or .html")
-    if path.suffix == ".png":
-        try:
-            written = fig.to_image(format="png", scale=2)
-        except Exception as error:
-            raise UserError(f"no PNG, since no browser could draw it ({type(error).__name__}): install chromium, or save as "
-                            "HTML") from None
-    else:
-        written = fig.to_html(include_plotlyjs=True).replace("<body>", f"<body><p>{html.escape(about)}</p>", 1).encode()
+    page = lambda: fig.to_html(include_plotlyjs=True).replace("<body>", f"<body><p>{html.escape(about)}</p>", 1).encode()
+    written = _picture(fig) if path.suffix == ".png" else page()
     with atomic_path(path) as temporary:
         temporary.write_bytes(written)
     return path
