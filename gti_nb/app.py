@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 
+import ipywidgets as w
 import numpy as np
 import plotly.graph_objects as go
 from fastcore.basics import patch
@@ -31,20 +32,28 @@ from .screen import (GREY, HEATMAPS, MAPS, answer_html, draw, empty_screen, firs
                            token_html)
 from .semantic_ids import LEVEL_NAMES
 
-# %% ../nbs/14d_app.ipynb #1c09299b
-@contextlib.contextmanager
-def _without_grammar():
-    """A `FigureWidget`'s first import brings in jsonschema, and that builds a grammar of internationalized web addresses,
-    for a second or more. jsonschema does without it where the grammar isn't installed; here it looks as if it weren't."""
-    hidden = "rfc3987_syntax"
-    before = sys.modules.get(hidden)
-    if before is None:
-        sys.modules[hidden] = None
+# %% ../nbs/14d_app.ipynb #79ff3f20
+class _Home:
+    "The thread in which this was made, to which work that comes in others is sent; `fail` hears of an error in such work."
+
+    def __init__(self, fail):
+        self.thread, self.fail = threading.get_ident(), fail
+        with contextlib.suppress(RuntimeError):  # without a loop there are no messages either
+            self.loop = asyncio.get_running_loop()
+
+    def __call__(self, work, *given):
+        "Do `work(*given)`: now if this is the thread, or when it has time."
+        if threading.get_ident() == self.thread:
+            return work(*given)
+        self.loop.call_soon_threadsafe(self._try, work, *given)
+
+# %% ../nbs/14d_app.ipynb #f5a54b89
+@patch
+def _try(self: _Home, work, *given):
     try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[hidden]
+        work(*given)
+    except Exception as error:
+        self.fail(error)
 
 # %% ../nbs/14d_app.ipynb #ab0604a5
 PART = 1_000_000  # bytes of code in a message
@@ -74,6 +83,10 @@ function ask(model, question, hear) {  // `hear` gets the answer, and the parts 
     model.send({question});
   });
 }
+"""
+
+# %% ../nbs/14d_app.ipynb #59fecb84
+_PLOTLY = """
 async function plotly(model) {  // plotly's widget as a module
   const packed = await ask(model, "code", (answer, parts) => new Blob(parts));
   const code = await new Response(packed.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
@@ -81,58 +94,64 @@ async function plotly(model) {  // plotly's widget as a module
 }
 """
 
-# %% ../nbs/14d_app.ipynb #59fecb84
-_SHOW = """
+# %% ../nbs/14d_app.ipynb #8dc63251
+_DRESS = """
 const untold = ["_js2py_traceDeltas", "_js2py_widget_layoutDelta"];
+const dressed = (model, figure) => new Proxy(model, {get(target, name) {
+  if (name === "get") return key => figure()[key] ?? target.get(key);
+  if (name === "set") return (key, ...value) => untold.includes(key) ? undefined : target.set(key, ...value);
+  return typeof target[name] === "function" ? target[name].bind(target) : target[name];
+}});
+"""
+
+# %% ../nbs/14d_app.ipynb #0f544400
+_SHOW = """
 export default () => {
   let widget, figure;
-  const dressed = model => new Proxy(model, {get(target, name) {
-    if (name === "get") return key => figure[key] ?? target.get(key);
-    if (name === "set") return (key, ...value) => untold.includes(key) ? undefined : target.set(key, ...value);
-    return typeof target[name] === "function" ? target[name].bind(target) : target[name];
-  }});
+  const dress = model => dressed(model, () => figure);
   return {
     async render(given) {
       const made = (await (window.gtiPlotly ??= plotly(given.model))).default;
       await ask(given.model, "figure", answer => {
         figure = answer.figure;
-        if (!widget) { widget = made(); widget.initialize({model: dressed(given.model)}); }  // from now on plotly listens
+        if (!widget) { widget = made(); widget.initialize({model: dress(given.model)}); }  // from now on plotly listens
       });
-      return widget.render({...given, model: dressed(given.model)});
+      return widget.render({...given, model: dress(given.model)});
     },
   };
 };
 """
 
-# %% ../nbs/14d_app.ipynb #0f544400
-class _Home:
-    "The thread in which this was made, to which work that comes in others is sent; `fail` hears of an error in such work."
+# %% ../nbs/14d_app.ipynb #85efc2c2
+def _answers(question: str, fig):
+    "The messages, (content, buffers), that answer a browser's question about the figure `fig`: for its code, or for itself."
+    if question == "code":
+        for more, part in zip(range(len(_packed_code()))[::-1], _packed_code()):
+            yield {"to": question, "more": more}, [part]
+    elif question == "figure":
+        now = json.loads(fig.to_json())
+        yield {"to": question, "figure": {"_widget_data": now["data"], "_widget_layout": now["layout"]}}, []
 
-    def __init__(self, fail):
-        self.thread, self.fail = threading.get_ident(), fail
-        with contextlib.suppress(RuntimeError):  # without a loop there are no messages either
-            self.loop = asyncio.get_running_loop()
+# %% ../nbs/14d_app.ipynb #f67e5dbf
+@contextlib.contextmanager
+def _without_grammar():
+    "In here the grammar of internationalized web addresses looks as if it weren't installed, unless it is there already."
+    hidden = "rfc3987_syntax"
+    absent = sys.modules.setdefault(hidden, None) is None
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules[hidden]
 
-    def __call__(self, work, *given):
-        "Do `work(*given)`: now if this is the thread, or when it has time."
-        if threading.get_ident() == self.thread:
-            return work(*given)
-        self.loop.call_soon_threadsafe(self._try, work, *given)
-
-    def _try(self, work, *given):
-        try:
-            work(*given)
-        except Exception as error:
-            self.fail(error)
-
-# %% ../nbs/14d_app.ipynb #a754c0bd
+# %% ../nbs/14d_app.ipynb #65ebf1ed
 @cache
 def _figure_class():
     "plotly's `FigureWidget`, whose code and state are sent when they are asked for."
     with _without_grammar():
         class Figure(go.FigureWidget):
-            _esm, home = _ASK + _SHOW, None
-            asked, seen = None, None  # events: a browser has asked for something; for the figure
+            _esm = _ASK + _PLOTLY + _DRESS + _SHOW
+            home, asked, seen = None, None, None  # events: a browser has asked for something; for the figure
 
             def __init__(self, *given, **more):
                 super().__init__(*given, **more)
@@ -146,17 +165,77 @@ def _figure_class():
 
             def _answer(self, question):
                 self.home(self.asked.set)
-                if question == "code":
-                    for more, part in zip(range(len(_packed_code()))[::-1], _packed_code()):
-                        self.send({"to": question, "more": more}, [part])
-                elif question == "figure":
-                    now = json.loads(self.to_json())
-                    self.send({"to": question, "figure": {"_widget_data": now["data"], "_widget_layout": now["layout"]}})
+                for message in _answers(question, self):
+                    self.send(*message)
+                if question == "figure":
                     self.seen.set()
-
     return Figure
 
-# %% ../nbs/14d_app.ipynb #4dea19a6
+# %% ../nbs/14d_app.ipynb #c9dbd470
+def _menu(layout, **given):
+    return w.Dropdown(layout=layout, style={"description_width": "40px"}, **given)
+
+# %% ../nbs/14d_app.ipynb #66df1d39
+def _sides(explorer: Explorer, choice, narrow) -> dict:
+    "The menus of both sides: `arms` and `whens`, each {side: menu}; `narrow` is the layout of the latter."
+    moments = [("as the slider", ""), *((moment_name(moment), moment) for moment in explorer.timeline)]
+    arms, whens, wide = {}, {}, w.Layout(width="190px")
+    for side in ("left", "right"):
+        arm, moment = getattr(choice, side)
+        arms[side] = _menu(wide, options=list(explorer.kept), value=arm, description=side, tooltip=f"arm of the {side} panels")
+        whens[side] = _menu(narrow, options=moments, value=moment or "", tooltip=f"moment of the {side} panels")
+    return {"arms": arms, "whens": whens}
+
+# %% ../nbs/14d_app.ipynb #bda21de9
+def _menus(levels: int, narrow) -> dict:
+    "The menus `level`, `order` and `reduce` of a run with so many levels."
+    letters, blocks = ["all", *LEVEL_NAMES[:levels]], [("mean", "mean"), ("maximum", "max")]
+    return {"level": _menu(narrow, options=letters, description="level", tooltip="tokens of which level"),
+            "order": _menu(narrow, options=list(ORDERS), description="order", tooltip="how tokens are ordered"),
+            "reduce": _menu(narrow, options=blocks, description="block", tooltip="what a cell shows of its pairs of tokens")}
+
+# %% ../nbs/14d_app.ipynb #4b6cc061
+_BUTTONS = {"back": ("Back", "the window before"), "whole": ("Whole matrix", "leave the zoom"),
+            "png": ("Save PNG", "the figure as a picture"), "page": ("Save HTML", "the figure as a page that needs no kernel"),
+            "fresh": ("Refresh", "read the run again, if it is going on")}
+
+
+def _buttons() -> dict:
+    made = {name: w.Button(description=text, tooltip=tip, layout=w.Layout(width="auto")) for name, (text, tip) in _BUTTONS.items()}
+    return made | {"status": w.HTML()}
+
+# %% ../nbs/14d_app.ipynb #da52303d
+def _player(timeline, moment) -> dict:
+    "The `slider` over the `timeline`, (name, moment) pairs, the button `play` that moves it, and the `link` of the two."
+    play = w.Play(min=0, max=len(timeline) - 1, value=len(timeline) - 1, interval=900, show_repeat=False,
+                  tooltip="play the path from moment to moment")
+    slider = w.SelectionSlider(options=timeline, value=moment, description="moment", layout=w.Layout(width="520px"),
+                               style={"description_width": "56px"}, tooltip="moment of the panels that follow it")
+    return {"play": play, "slider": slider, "link": w.jslink((play, "value"), (slider, "index"))}
+
+# %% ../nbs/14d_app.ipynb #7ebcd580
+def _field(kind, layout, **given):
+    return kind(layout=layout, style={"description_width": "80px"}, **given)
+
+# %% ../nbs/14d_app.ipynb #908bde25
+_LIT = "Its tokens light up in the heatmaps and on the maps."
+
+
+def _pane() -> dict:
+    "The controls of the three tabs, and the texts that tell what was found."
+    full = w.Layout(width="auto")
+    names = _field(w.Text, full, placeholder="such as a_3 b_12, then Enter", description="tokens", continuous_update=False)
+    details = w.HTML("Click a cell of a heatmap or a point of a map, or name one or two tokens here.")
+    words = _field(w.Text, full, placeholder="words of a title", description="item")
+    hits = w.Select(options=[], rows=8, tooltip="items whose titles have the words", layout=w.Layout(width="auto"))
+    title = _field(w.Text, full, placeholder="a title", description="title")
+    description = _field(w.Textarea, full, placeholder="a description", description="description", rows=3)
+    asks = w.Button(description="Ask the model", button_style="", layout=w.Layout(width="auto"))
+    answer = w.HTML("The model with the rows of the right panel answers with semantic IDs.")
+    return {"names": names, "details": details, "words": words, "hits": hits, "found": w.HTML(_LIT),
+            "title": title, "description": description, "asks": asks, "answer": answer}
+
+# %% ../nbs/14d_app.ipynb #95449074
 _MOUSE = {"displaylogo": False, "doubleClick": "autosize", "doubleClickDelay": 500,
           "modeBarButtonsToRemove": ["resetScale2d", "select2d", "lasso2d", "toImage"]}
 
@@ -173,46 +252,78 @@ class App:
         self.screen = empty_screen(_figure_class())
         for fig, more in zip(self.screen, (_MOUSE, {"displayModeBar": False})):
             fig._config, fig.home = fig._config | more, self.home
-        self._controls()
-        self._pane()
+        timeline = [(moment_name(moment), moment) for moment in self.explorer.timeline]
+        narrow = w.Layout(width="160px")
+        vars(self).update(_sides(self.explorer, self.choice, narrow) | _menus(self.explorer.sids.levels, narrow) | _buttons()
+                          | _player(timeline, self.choice.moment) | _pane())
         self._listen()
         self.box = self._arrange()
         self._later(self._begin())  # so that the browser gets ready meanwhile
 
-# %% ../nbs/14d_app.ipynb #f67e5dbf
+# %% ../nbs/14d_app.ipynb #a5c0b4fc
+@patch
+def _arrange(self: App):
+    "All controls and figures in one box, that says by its class that it is alive."
+    def wrap(*parts): return w.HBox(parts, layout=w.Layout(flex_flow="row wrap", align_items="center"))
+    tabs = [w.VBox([self.names, self.details]), w.VBox([self.words, self.hits, self.found]),
+            w.VBox([self.title, self.description, self.asks, self.answer])]
+    self.tabs = w.Tab(children=tabs, titles=["Tokens", "Items", "Ask"], layout=w.Layout(width="310px"))
+    top = [wrap(self.arms["left"], self.whens["left"], self.arms["right"], self.whens["right"]),
+           wrap(self.play, self.slider, self.back, self.whole),
+           wrap(self.level, self.order, self.reduce, self.png, self.page, self.fresh), self.status]
+    box = w.VBox([*top, w.HBox([w.VBox(self.screen), self.tabs], layout=w.Layout(flex_flow="row wrap"))])
+    return box.add_class("gti-live")
+
+# %% ../nbs/14d_app.ipynb #c5981970
+@patch
+def _listen(self: App):
+    for side in ("left", "right"):
+        for menu in (self.arms[side], self.whens[side]):
+            self._hear(menu, lambda _, side=side: self.choose(
+                **{side: (self.arms[side].value, self.whens[side].value or None)}))
+    for name, control in {"moment": self.slider, "level": self.level, "order": self.order, "reduce": self.reduce}.items():
+        self._hear(control, lambda new, name=name: self.choose(**{name: new}))
+    self._listen_to_pane()
+    self._listen_to_figures()
+
+
+@patch
+def _hear(self: App, control, act):
+    if hasattr(control, "on_click"):
+        control.on_click(lambda _: self.home(act, None))
+    else:
+        control.observe(lambda change: self.home(act, change.new), "value")
+
+# %% ../nbs/14d_app.ipynb #e95cd624
+@patch
+def _listen_to_pane(self: App):
+    for control, act in ((self.names, "go_to"), (self.words, "search"), (self.hits, "light")):
+        self._hear(control, lambda new, act=act: getattr(self, act)(new))
+    for button, act in ((self.back, "zoom_back"), (self.whole, "zoom_out"), (self.fresh, "refresh"), (self.asks, "ask")):
+        self._hear(button, lambda _, act=act: getattr(self, act)())
+    for button, kind in ((self.png, "png"), (self.page, "html")):
+        self._hear(button, lambda _, kind=kind: self.save(kind))
+
+# %% ../nbs/14d_app.ipynb #9ae9fbe4
+@patch
+def _listen_to_figures(self: App):
+    def by_hand(act): return lambda _, *told: self.drawing or getattr(self, act)(*told)
+    heatmaps, below = self.screen
+    for trace in HEATMAPS:
+        heatmaps.data[trace].on_click(lambda _, points, __: self.click_cell(points.point_inds))
+    for trace in MAPS:
+        below.data[trace].on_click(lambda _, points, __: self.click_point(points.point_inds))
+    for x, y in (("xaxis", "yaxis"), ("xaxis2", "yaxis2")):
+        heatmaps.layout.on_change(by_hand("_moved"), f"{x}.range", f"{y}.range")
+        heatmaps.layout.on_change(by_hand("_auto"), f"{x}.autorange", f"{y}.autorange")
+
+# %% ../nbs/14d_app.ipynb #0eeb173c
 @patch
 def redraw(self: App):
     "Show `choice`: the first step at once, the others when there is time, unless another choice comes first."
     self.job = draw(self.explorer, self.screen, self.choice)
     self._step(self.job)
     self._later(self._go_on(self.job))
-
-
-@patch
-async def _begin(self: App):
-    await self._wait(1, self.screen.heatmaps.asked)
-    if self.job is None:
-        self.redraw()
-
-
-@patch
-async def _wait(self: App, seconds: float, *events):
-    "For all `events`, but at most so many seconds; not at all if the app isn't displayed, or has been for a while."
-    if self.place:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), seconds)
-
-# %% ../nbs/14d_app.ipynb #65ebf1ed
-@patch
-def choose(self: App, **changes):
-    "Change the choice and redraw. A new order or level is shown whole."
-    if {"order", "level"} & set(changes):
-        changes, self.past = {"window": None} | changes, []
-    self.choice = replace(self.choice, **changes)
-    self.redraw()
-    if self.choice.pair:
-        self.details.value = self._pair_html()
-        self._later(self._tell(self.choice.pair))
 
 # %% ../nbs/14d_app.ipynb #d496d304
 @patch
@@ -231,8 +342,22 @@ async def _go_on(self: App, job):
     await self._wait(5, *(fig.seen for fig in self.screen))
     while job is self.job and self._step(job):
         await asyncio.sleep(0.005)
-    if job is self.job:
+    if job is self.job and self.place:
         self._leave()
+
+# %% ../nbs/14d_app.ipynb #6023c014
+@patch
+async def _begin(self: App):
+    await self._wait(1, self.screen.heatmaps.asked)
+    if self.job is None:
+        self.redraw()
+
+# %% ../nbs/14d_app.ipynb #fb147b84
+@patch
+async def _wait(self: App, seconds: float, *events):
+    if self.place:  # not at all if the app isn't displayed, or has been for a while
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), seconds)
 
 # %% ../nbs/14d_app.ipynb #7c44b12a
 @patch
@@ -249,135 +374,26 @@ def _later(self: App, work):
 # %% ../nbs/14d_app.ipynb #3abef594
 @patch
 def _ended(self: App, task):
-    "A task has ended; if it failed, say so."
     self.tasks.discard(task)
     if not task.cancelled() and task.exception():
         self._warn(task.exception())
 
-
+# %% ../nbs/14d_app.ipynb #0a75c98c
 @patch
 def _warn(self: App, error):
-    "Say in the status line what went wrong."
     self.status.value = f"<span style='color:#a33'>{html.escape(str(error) or type(error).__name__)}</span>"
 
-# %% ../nbs/14d_app.ipynb #8021bc82
+# %% ../nbs/14d_app.ipynb #0d1583af
 @patch
-def _controls(self: App):
-    "The menus and the buttons, and the slider with its play button."
-    import ipywidgets as w
-
-    timeline = [(moment_name(moment), moment) for moment in self.explorer.timeline]
-    letters = LEVEL_NAMES[:self.explorer.sids.levels]
-    wide, narrow = w.Layout(width="190px"), w.Layout(width="160px")
-    arm = lambda side: w.Dropdown(options=list(self.explorer.kept), value=getattr(self.choice, side)[0], description=side,
-                                  layout=wide, style={"description_width": "40px"}, tooltip=f"arm of the {side} panels")
-    when = lambda side: w.Dropdown(options=[("as the slider", ""), *timeline], value=getattr(self.choice, side)[1] or "",
-                                   layout=narrow, tooltip=f"moment of the {side} panels")
-    self.arms, self.whens = {side: arm(side) for side in ("left", "right")}, {side: when(side) for side in ("left", "right")}
-    self._player(timeline)
-    small = dict(style={"description_width": "40px"}, layout=narrow)
-    self.level = w.Dropdown(options=["all", *letters], description="level", tooltip="tokens of which level", **small)
-    self.order = w.Dropdown(options=list(ORDERS), description="order", tooltip="how tokens are ordered", **small)
-    self.reduce = w.Dropdown(options=[("mean", "mean"), ("maximum", "max")], description="block",
-                             tooltip="what a cell shows of its pairs of tokens", **small)
-    button = lambda text, tip: w.Button(description=text, tooltip=tip, layout=w.Layout(width="auto"))
-    self.back, self.whole = button("Back", "the window before"), button("Whole matrix", "leave the zoom")
-    self.png = button("Save PNG", "the figure as a picture")
-    self.page = button("Save HTML", "the figure as a page that needs no kernel")
-    self.fresh = button("Refresh", "read the run again, if it is going on")
-    self.status = w.HTML()
-
-# %% ../nbs/14d_app.ipynb #35a574fd
-@patch
-def _player(self: App, timeline):
-    "The slider over the `timeline`, (name, moment) pairs, and the button that plays it."
-    import ipywidgets as w
-
-    self.play = w.Play(min=0, max=len(timeline) - 1, value=len(timeline) - 1, interval=900, show_repeat=False,
-                       tooltip="play the path from moment to moment")
-    self.slider = w.SelectionSlider(options=timeline, value=self.choice.moment, description="moment",
-                                    layout=w.Layout(width="520px"), style={"description_width": "56px"},
-                                    tooltip="moment of the panels that follow it")
-    self.link = w.jslink((self.play, "value"), (self.slider, "index"))
-
-# %% ../nbs/14d_app.ipynb #030c7e53
-_LIT = "Its tokens light up in the heatmaps and on the maps."
-
-
-@patch
-def _pane(self: App):
-    "The pane beside the figure: tokens, items, and the model."
-    import ipywidgets as w
-
-    full = dict(layout=w.Layout(width="auto"), style={"description_width": "80px"})
-    self.names = w.Text(placeholder="such as a_3 b_12, then Enter", description="tokens", continuous_update=False, **full)
-    self.details = w.HTML("Click a cell of a heatmap or a point of a map, or name one or two tokens here.")
-    self.words = w.Text(placeholder="words of a title", description="item", **full)
-    self.hits = w.Select(options=[], rows=8, tooltip="items whose titles have the words", layout=w.Layout(width="auto"))
-    self.found = w.HTML(_LIT)
-    self.title = w.Text(placeholder="a title", description="title", **full)
-    self.description = w.Textarea(placeholder="a description", description="description", rows=3, **full)
-    self.asks = w.Button(description="Ask the model", button_style="", layout=w.Layout(width="auto"))
-    self.answer = w.HTML("The model with the rows of the right panel answers with semantic IDs.")
-    parts = [w.VBox([self.names, self.details]), w.VBox([self.words, self.hits, self.found]),
-             w.VBox([self.title, self.description, self.asks, self.answer])]
-    self.tabs = w.Tab(children=parts, titles=["Tokens", "Items", "Ask"], layout=w.Layout(width="310px"))
-
-# %% ../nbs/14d_app.ipynb #291f8e68
-@patch
-def _arrange(self: App):
-    "All of it in one box, that says by its class that it is alive."
-    import ipywidgets as w
-
-    row = lambda *parts: w.HBox(parts, layout=w.Layout(flex_flow="row wrap", align_items="center"))
-    top = [row(self.arms["left"], self.whens["left"], self.arms["right"], self.whens["right"]),
-           row(self.play, self.slider, self.back, self.whole),
-           row(self.level, self.order, self.reduce, self.png, self.page, self.fresh), self.status]
-    box = w.VBox([*top, w.HBox([w.VBox(self.screen), self.tabs], layout=w.Layout(flex_flow="row wrap"))])
-    return box.add_class("gti-live")
-
-# %% ../nbs/14d_app.ipynb #4a7690c3
-def _told(method):
-    "A handler that tells a `UserError` in the status line instead of raising it where nobody sees it."
-    @wraps(method)
-    def handler(self, *arguments):
-        self.status.value = ""
-        try:
-            return method(self, *arguments)
-        except UserError as error:
-            self._warn(error)
-    return handler
-
-# %% ../nbs/14d_app.ipynb #381257a4
-@patch
-def _listen(self: App):
-    "Connect controls and figures with what they do, at home."
-    def hear(act): return lambda *given: self.home(act, *given)
-    for side in ("left", "right"):
-        for menu in (self.arms[side], self.whens[side]):
-            menu.observe(hear(lambda _, side=side: self.choose(
-                **{side: (self.arms[side].value, self.whens[side].value or None)})), "value")
-    self.slider.observe(hear(lambda _: self.choose(moment=self.slider.value)), "value")
-    for name in ("level", "order", "reduce"):
-        getattr(self, name).observe(hear(lambda change, name=name: self.choose(**{name: change.new})), "value")
-    for control, act in ((self.names, self.go_to), (self.words, self.search), (self.hits, self.light)):
-        control.observe(hear(lambda change, act=act: act(change.new)), "value")
-    for button, act in ((self.back, self.zoom_back), (self.whole, self.zoom_out), (self.png, lambda: self.save("png")),
-                        (self.page, lambda: self.save("html")), (self.fresh, self.refresh), (self.asks, self.ask)):
-        button.on_click(hear(lambda _, act=act: act()))
-    self._listen_to_figures()
-
-# %% ../nbs/14d_app.ipynb #9d2a79cd
-@patch
-def _listen_to_figures(self: App):
-    heatmaps, below = self.screen
-    for trace in HEATMAPS:
-        heatmaps.data[trace].on_click(lambda _, points, __: self.click_cell(points.point_inds))
-    for trace in MAPS:
-        below.data[trace].on_click(lambda _, points, __: self.click_point(points.point_inds))
-    for x, y in (("xaxis", "yaxis"), ("xaxis2", "yaxis2")):
-        heatmaps.layout.on_change(self._moved, f"{x}.range", f"{y}.range")
-        heatmaps.layout.on_change(self._auto, f"{x}.autorange", f"{y}.autorange")
+def choose(self: App, **changes):
+    "Change the choice and redraw. A new order or level is shown whole."
+    if {"order", "level"} & set(changes):
+        changes, self.past = {"window": None} | changes, []
+    self.choice = replace(self.choice, **changes)
+    self.redraw()
+    if self.choice.pair:
+        self.details.value = self._pair_html()
+        self._later(self._tell(self.choice.pair))
 
 # %% ../nbs/14d_app.ipynb #719689f7
 @patch
@@ -400,7 +416,7 @@ def places(edges, low: float, high: float, n: int) -> tuple:
     first = int(min(max(first, 0), n - 2))
     return first, int(min(max(last, first + 2), n))
 
-# %% ../nbs/14d_app.ipynb #1f2cf506
+# %% ../nbs/14d_app.ipynb #196576f3
 @patch
 def window_of(self: App, x, y) -> tuple:
     "The window behind the ranges `x` and `y` of the heatmaps' axes; None if it is everything."
@@ -409,30 +425,7 @@ def window_of(self: App, x, y) -> tuple:
     window = (*places(rows, *y, n), *places(columns, *x, n))
     return None if window == (0, n, 0, n) else window
 
-# %% ../nbs/14d_app.ipynb #196576f3
-@patch
-def _moved(self: App, layout, x, y):
-    "Plotly says that ranges have changed. Wait until a movement is over, then draw what it shows."
-    if not self.drawing and x is not None and y is not None:
-        self.moved = (tuple(x), tuple(y))
-        self._later(self._zoom_soon(self.moved))
-
-# %% ../nbs/14d_app.ipynb #a72814d2
-@patch
-async def _zoom_soon(self: App, moved):
-    await asyncio.sleep(0.12)
-    if moved is self.moved:
-        window = self.window_of(*moved)
-        self.zoom(window)
-
-# %% ../nbs/14d_app.ipynb #641162b2
-@patch
-def _auto(self: App, layout, *automatic):
-    "A double click asks for everything."
-    if not self.drawing and any(automatic):
-        self.zoom_out()
-
-# %% ../nbs/14d_app.ipynb #f837c6f3
+# %% ../nbs/14d_app.ipynb #bcd87eea
 @patch
 def zoom(self: App, window):
     "Show a window: (first row, last row, first column, last column), or None for all."
@@ -452,6 +445,26 @@ def zoom_back(self: App):
     "Show the window before."
     if self.past:
         self.choose(window=self.past.pop())
+
+# %% ../nbs/14d_app.ipynb #0b7a8799
+@patch
+def _moved(self: App, x, y):
+    if x is not None and y is not None:
+        self.moved = (tuple(x), tuple(y))
+        self._later(self._zoom_soon(self.moved))
+
+# %% ../nbs/14d_app.ipynb #ba7c817c
+@patch
+async def _zoom_soon(self: App, moved):
+    await asyncio.sleep(0.12)
+    if moved is self.moved:
+        self.zoom(self.window_of(*moved))
+
+# %% ../nbs/14d_app.ipynb #641162b2
+@patch
+def _auto(self: App, *automatic):
+    if any(automatic):
+        self.zoom_out()
 
 # %% ../nbs/14d_app.ipynb #97248348
 @patch
@@ -478,51 +491,80 @@ def pick(self: App, pair):
     self.tabs.selected_index = 0
     self.choose(pair=tuple(pair))
 
+# %% ../nbs/14d_app.ipynb #40a7d989
+@patch
+def _where(self: App, panel) -> str:
+    return f"{panel[0]}, {moment_name(self.explorer.moment_at(*panel))}"
 
+# %% ../nbs/14d_app.ipynb #b6d2bdfb
+@patch
+def _cosines(self: App) -> str:
+    "The cosine of the picked pair in both panels, as HTML; nothing if it is one token twice."
+    lines = []
+    for panel in self.choice.panels:
+        one, two = self.explorer.unit(*panel)[list(self.choice.pair)]
+        lines.append(f"cosine <b>{one @ two:.3f}</b> in {html.escape(self._where(panel))}")
+    return "<br>".join(lines) if len({*self.choice.pair}) == 2 else ""
+
+# %% ../nbs/14d_app.ipynb #b3e44cd7
+@patch
+def _pair_html(self: App) -> str:
+    "The picked pair in the rows of both panels; with the nearest old tokens once the base model has been read."
+    panel, explorer = self.choice.panels[1], self.explorer
+    old = explorer.near_text if explorer.has_read("unit base") else lambda *_: self.waiting
+    parts = [token_html(explorer.token(*panel, number), old(*panel, number)) for number in dict.fromkeys(self.choice.pair)]
+    whose = f"<span style='{GREY}'>Neighbours in {html.escape(self._where(panel))}</span>"
+    lines = "<hr style='margin:8px 0'>".join(filter(None, [self._cosines(), *parts, whose]))
+    return f"<div style='line-height:1.45'>{lines}</div>"
+
+# %% ../nbs/14d_app.ipynb #87b0052a
 @patch
 async def _tell(self: App, pair):
     if not self.explorer.has_read("unit base"):
-        try:  # in a thread, since it may take seconds, and the figure goes on meanwhile
+        try:
             await asyncio.to_thread(self.explorer.unit_base)
         except Exception as error:  # whatever is wrong with the model, the rest of the pane is right
             self.waiting = f"the base model can't be read: {error}"
     if pair == self.choice.pair:
         self.details.value = self._pair_html()
 
-# %% ../nbs/14d_app.ipynb #40a7d989
-@patch
-def _pair_html(self: App) -> str:
-    "The picked pair in the rows of both panels; with the nearest old tokens once the base model has been read."
-    pair, explorer = dict.fromkeys(self.choice.pair), self.explorer
-    arm, moment = self.choice.panels[1]
-    cosines = [(side, explorer.unit(*side)[list(self.choice.pair)]) for side in self.choice.panels]
-    where = lambda side: f"{html.escape(side[0])}, {moment_name(explorer.moment_at(*side))}"
-    words = [f"<b>{one @ two:.3f}</b> in {where(side)}" for side, (one, two) in cosines]
-    first = f"cosine {'<br>cosine '.join(words)}" if len(pair) == 2 else ""
-    old = explorer.near_text if explorer.has_read("unit base") else lambda *_: self.waiting
-    parts = [token_html(explorer.token(arm, moment, number), old(arm, moment, number)) for number in pair]
-    whose = f"<span style='{GREY}'>Neighbours in {where((arm, moment))}</span>"
-    lines = "<hr style='margin:8px 0'>".join(filter(None, [first, *parts, whose]))
-    return f"<div style='line-height:1.45'>{lines}</div>"
+# %% ../nbs/14d_app.ipynb #ec7bab85
+def _told(method):
+    "A handler that tells a `UserError` in the status line instead of raising it where nobody sees it."
+    @wraps(method)
+    def handler(self, *arguments):
+        self.status.value = ""
+        try:
+            return method(self, *arguments)
+        except UserError as error:
+            self._warn(error)
+    return handler
 
-# %% ../nbs/14d_app.ipynb #b3e44cd7
+# %% ../nbs/14d_app.ipynb #76f519a3
+@patch
+def _around(self: App, pair):
+    "The window with a pair in its middle; None if so few tokens are shown that it is everything."
+    tokens = self.edges()[0].tokens
+    if missing := [self.explorer.names[number] for number in pair if number not in tokens]:
+        raise UserError(f"{missing[0]} isn't shown: choose all levels")
+    n, half = len(tokens), min(len(tokens), 24) // 2
+    middles = [min(max(int(np.flatnonzero(tokens == number)[0]), half), n - half) for number in pair]
+    return tuple(end for middle in middles for end in (middle - half, middle + half)) if 2 * half < n else None
+
+
 @patch
 @_told
 def go_to(self: App, names: str):
     "Pick the one or two tokens named in a text, and zoom to where they are in the middle and every cell is one cosine."
     if not (found := names.replace(",", " ").split()):
         return
-    pair = [self.explorer.number_of(name) for name in (found * 2)[:2]]
-    order = self.edges()[0]
-    if missing := [self.explorer.names[number] for number in pair if number not in order.tokens]:
-        raise UserError(f"{missing[0]} isn't shown: choose all levels")
-    n, half = len(order.tokens), min(len(order.tokens), 24) // 2
-    middles = [min(max(int(np.flatnonzero(order.tokens == number)[0]), half), n - half) for number in pair]
-    self.choice = replace(self.choice, pair=tuple(pair))
-    self.zoom(tuple(end for middle in middles for end in (middle - half, middle + half)) if 2 * half < n else None)
+    pair = tuple(self.explorer.number_of(name) for name in (found * 2)[:2])
+    window = self._around(pair)
+    self.choice = replace(self.choice, pair=pair)
+    self.zoom(window)
     self.pick(pair)
 
-# %% ../nbs/14d_app.ipynb #87b0052a
+# %% ../nbs/14d_app.ipynb #4e76efd7
 @patch
 def search(self: App, words: str):
     "List the items whose titles have these words; the first one's tokens light up."
@@ -533,7 +575,7 @@ def search(self: App, words: str):
         self.light(None)
         self.found.value = "No title has these words." if words.strip() else _LIT
 
-# %% ../nbs/14d_app.ipynb #2a887faa
+
 @patch
 def light(self: App, item):
     "Light up the tokens of an item (its row), or none."
@@ -544,41 +586,39 @@ def light(self: App, item):
     if lit != self.choice.lit:
         self.choose(lit=lit)
 
-# %% ../nbs/14d_app.ipynb #8bebc340
+# %% ../nbs/14d_app.ipynb #2f0127a1
 @patch
 def ask(self: App):
     "Ask the model of the right panel for the texts that were typed."
     self.answer.value = "The model is thinking…"
     self._later(self._ask())
 
-# %% ../nbs/14d_app.ipynb #ec7bab85
+# %% ../nbs/14d_app.ipynb #4765ab2a
 @patch
 async def _ask(self: App):
-    arm, moment = self.choice.panels[1]
+    panel = self.choice.panels[1]
     try:
-        answer = await asyncio.to_thread(self.explorer.ask, arm, moment, self.title.value, self.description.value)
+        answer = await asyncio.to_thread(self.explorer.ask, *panel, self.title.value, self.description.value)
     except UserError as error:
         self.answer.value = html.escape(str(error))
         return
-    who = f"<span style='{GREY}'>{html.escape(arm)}, {moment_name(self.explorer.moment_at(arm, moment))}</span><br>"
-    self.answer.value = who + answer_html(answer)
+    self.answer.value = f"<span style='{GREY}'>{html.escape(self._where(panel))}</span><br>" + answer_html(answer)
     self.choose(lit=tuple(answer.best))
 
-# %% ../nbs/14d_app.ipynb #76f519a3
+# %% ../nbs/14d_app.ipynb #76ec7afe
 @patch
 def save(self: App, kind: str):
     "Save the figure as it is now into the run's folder `figures`, as `kind`: png or html."
     self.status.value = "saving…"
     self._later(self._save(kind))
 
-# %% ../nbs/14d_app.ipynb #5aef3599
+# %% ../nbs/14d_app.ipynb #c7f1ecf9
 @patch
 async def _save(self: App, kind: str):
     folder = self.explorer.run.path / "figures"
     taken = [int(name) for path in folder.glob("explore-*.*") if (name := path.stem.removeprefix("explore-")).isdigit()]
-    about = f"{self.explorer.run.path.name}: " + " beside ".join(
-        f"{arm}, {moment_name(self.explorer.moment_at(arm, moment))}" for arm, moment in self.choice.panels)
     path, fig = folder / f"explore-{max(taken, default=0) + 1}.{kind}", joined(self.screen)
+    about = f"{self.explorer.run.path.name}: {' beside '.join(map(self._where, self.choice.panels))}"
     try:
         await asyncio.to_thread(save_figure, fig, path, about)
     except UserError as error:
@@ -619,21 +659,19 @@ def _ipython_display_(self: App):
     if not self.tasks:  # all is drawn
         self._leave()
 
-
+# %% ../nbs/14d_app.ipynb #0131cc9c
 @patch
 def _leave(self: App):
-    "Put the figure as it is now into its place in the output, once."
     place, self.place = self.place, None
-    if place:
-        place.update({PLOTLY: json.loads(joined(self.screen).to_json()), "text/plain": "[figure]"}, raw=True)
+    place.update({PLOTLY: json.loads(joined(self.screen).to_json()), "text/plain": "[figure]"}, raw=True)
 
-
+# %% ../nbs/14d_app.ipynb #1f3ba826
 def explore(run_dir) -> App:
     "The explorer of the run in `run_dir`, for JupyterLab: the last line of a cell. Raises `UserError` if there's no run."
     return App(run_dir)
 
 # %% ../nbs/14d_app.ipynb #ba0f44d6
-_LINES = ["# A look into this run\n", "\n", "Run the cell below (Shift+Enter). The figure under it is what stays when you save."]
+_LINES = "# A look into this run\n\nRun the cell below (Shift+Enter). The figure under it is what stays when you save."
 
 
 def lab_notebook(run_dir) -> Path:
@@ -642,22 +680,24 @@ def lab_notebook(run_dir) -> Path:
 
     path = Explorer(run_dir).run.path / "explore.ipynb"
     if not path.exists():
-        cells = [nbformat.v4.new_markdown_cell("".join(_LINES)),
+        cells = [nbformat.v4.new_markdown_cell(_LINES),
                  nbformat.v4.new_code_cell('from gti_nb.app import explore\n\nexplore(".")')]
         kernel = dict(name="python3", display_name="python3", language="python")
         with atomic_path(path) as temporary:
             nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), temporary)
     return path
 
-# %% ../nbs/14d_app.ipynb #d999b11b
+# %% ../nbs/14d_app.ipynb #fcda66f3
+def _lab_command(path: Path, browser: bool) -> list:
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={path.parent}", str(path)]
+    return command + ["--no-browser"] * (not browser) + ["--allow-root"] * (hasattr(os, "geteuid") and os.geteuid() == 0)
+
+# %% ../nbs/14d_app.ipynb #6812a1d9
 def open_lab(run_dir, browser: bool = True) -> int:
     """Open JupyterLab on the run's `explore.ipynb`, bound to localhost and with a token, until it is stopped (Ctrl-C).
 
     With `browser` a browser opens by itself; else the address is printed. Returns JupyterLab's exit code. Raises `UserError`
     if there is no run to explore."""
-    path = lab_notebook(run_dir)
-    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={path.parent}", str(path)]
-    command += ["--no-browser"] * (not browser) + ["--allow-root"] * (hasattr(os, "geteuid") and os.geteuid() == 0)
     with contextlib.suppress(KeyboardInterrupt):  # JupyterLab gets it too, and asks
-        return subprocess.call(command)
+        return subprocess.call(_lab_command(lab_notebook(run_dir), browser))
     return 0
