@@ -104,6 +104,13 @@ def has_no_traces_of_a_run(page):
             yield f"cell {k} ends in {output['ename']}"
 
 
+def names_no_place_of_a_machine(page):
+    for k, output in page.outputs():
+        shown = ["".join(text) for kind, text in output.get("data", {}).items() if kind.startswith("text/")] + ["".join(output.get("text", ""))]
+        for place in sorted(set(re.findall(r"(?<![\w.:/-])(?:/(?:home|root|Users|work|workspace|mnt)|[A-Z]:\\Users)[/\\][^\s<\"']+", "\n".join(shown)))):
+            yield f"cell {k} shows {place}: write it as seen from the repository"
+
+
 def has_no_private_metadata(page):
     if page.content["metadata"].get("kernelspec") != KERNEL:
         yield f"the kernelspec is {page.content['metadata'].get('kernelspec')}"
@@ -187,7 +194,7 @@ def suits_papermill(page):
 
 
 CHECKS = [is_valid, is_small, has_no_execution_counts, has_no_widget_state, has_no_conflict_markers, has_no_traces_of_a_run,
-          has_no_private_metadata, keeps_imports_apart, has_short_cells, installs_nothing, has_links_that_resolve,
+          names_no_place_of_a_machine, has_no_private_metadata, keeps_imports_apart, has_short_cells, installs_nothing, has_links_that_resolve,
           skips_forward, has_formulas_that_markdown_leaves_alone, suits_papermill]
 
 
@@ -239,6 +246,8 @@ WAYS_TO_BREAK = [
     (has_no_traces_of_a_run, broken(("metadata", "papermill"), {})),
     (has_no_traces_of_a_run, broken(("cells", 2, "metadata", "tags"), ["injected-parameters"])),
     (has_no_traces_of_a_run, broken(("cells", 3, "outputs", 0), {"output_type": "error", "ename": "KeyError"})),
+    (names_no_place_of_a_machine, broken(("cells", 3, "outputs", 0, "data"), {"text/html": ["<td>/home/ada/gti_nb/runs/demo</td>"]})),
+    (names_no_place_of_a_machine, broken(("cells", 3, "outputs", 0), {"output_type": "stream", "text": ["in C:\\Users\\ada\\run"]})),
     (has_no_private_metadata, broken(("metadata", "kernelspec", "name"), "my-kernel")),
     (has_no_private_metadata, broken(("cells", 0, "metadata", "scrolled"), True)),
     (keeps_imports_apart, broken(("cells", 2, "source"), ["import math\n", "x = math.pi"])),
