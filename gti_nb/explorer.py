@@ -411,9 +411,13 @@ def _principal(rows) -> tuple:
 @patch
 def plane(self: Explorer, arms, level: str = "all", most: int = 1024) -> tuple:
     "Centre [d] and two principal directions [d, 2] of the last unit rows of `arms`, at most `most` tokens of each. Remembered."
-    arms, numbers = tuple(sorted(set(arms))), spread(self.order("code", level).tokens, most)
-    rows = lambda: np.concatenate([self.unit(arm, self.timeline[-1])[numbers] for arm in arms])
-    return self._remember("plane", (arms, level), lambda: _principal(rows()))
+    arms = tuple(sorted(set(arms)))
+
+    def compute():
+        numbers = spread(self.order("code", level).tokens, most)
+        return _principal(np.concatenate([self.unit(arm, self.timeline[-1])[numbers] for arm in arms]))
+
+    return self._remember("plane", (arms, level), compute)
 
 # %% ../nbs/14b_explorer.ipynb #a8e0877c
 @patch
