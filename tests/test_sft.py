@@ -498,6 +498,22 @@ def test_long_texts_fit(base_rows, monkeypatch):
     assert peaks[lm._part()] < 3 * matrix + kept + 3 * matrix * base_rows < peaks[2500] / 10
 
 
+@both_ties
+def test_nothing_as_large_as_the_new_vocabulary_waits_for_the_way_back(tied, monkeypatch):
+    "Of 1,000 positions and 500 new tokens, less stays than the hidden states' own gradients, twice."
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    monkeypatch.setattr(ExtendedLM, "_part", lambda lm: 50)
+    lm = ExtendedLM(*tiny_model(tied=tied), [f"<a_{k}>" for k in range(500)], torch.randn(500, 64))
+    states, targets = states_of(lm, 1000)
+    with MemTracker() as tracker:
+        tracker.track_external(lm, states, targets)
+        now = lambda: tracker.get_tracker_snapshot("current")[lm.device]["Total"]
+        before, losses = now(), lm.losses_at(states, targets)
+        kept = now() - before
+    assert losses.grad_fn is not None and kept < 2 * states.nbytes < 1000 * 500 * 4 / 2
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
 def test_a_mode_and_a_base_must_fit(fresh):
